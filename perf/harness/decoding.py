@@ -20,7 +20,7 @@ __all__ = ["BLOCK_SIZE", "GREEDY", "DecodeOptions", "engine_config", "generation
 
 BLOCK_SIZE = 64  # the largest that an executor chooses by itself
 GREEDY = SamplingParams(ignore_eos=True)
-EIGHTH = 8
+PROCESSED_EVERY = 8
 SLOW_PATHS = (
     "num_untuned_shapes", "num_host_waits", "num_split_rounds", "num_host_copies", "num_allocations",
 )  # fmt: skip
@@ -116,7 +116,7 @@ async def generation_seconds(
     processed = params if processor is None else replace(params, logits_processors=(processor,))
     await engine.pause()
     streams = [
-        engine.generate(prompt, params if index % EIGHTH else processed)
+        engine.generate(prompt, params if index % PROCESSED_EVERY else processed)
         for index, prompt in enumerate(prompts)
     ]
     ends = [asyncio.ensure_future(stream.completion()) for stream in streams]

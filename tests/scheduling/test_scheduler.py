@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,6 +12,11 @@ from scheduler_rig import Rig, rows, spans
 from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS, MIN_EXPANDED_PROMPT
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import EXPANDED_TILE, MAX_CHUNKS, PrefillChunk, Violation
+
+
+def constraint(mask: object = None, *, is_slow: bool = False) -> Any:
+    """The part of a `TokenConstraint` that a scheduler reads. mask: the one of `mask_ahead`."""
+    return SimpleNamespace(is_slow=is_slow, mask_ahead=lambda: mask)
 
 
 def test_chunks_and_rows_are_launched_ahead() -> None:
@@ -565,7 +571,7 @@ def test_tree_is_limited_by_request_room_and_constraint() -> None:
     rig = Rig(num_draft_tokens=15, max_tree_depth=5)
     capped, short, constrained = rig.add(5), rig.add(5, max_tokens=4), rig.add(5)
     capped.max_draft_tokens = 6
-    constrained.constraint = SimpleNamespace(is_slow=False)  # type: ignore[assignment]
+    constrained.constraint = constraint()
     rig.turn()
     rows = {row.slot: row for row in rig.launch().decode}
     found = [
@@ -581,7 +587,7 @@ def test_nothing_is_drafted_while_masks_take_long(max_tree_depth: int) -> None:
     sequence = rig.add(5)
     rig.turn()
     for is_slow, num_draft_tokens in ((False, 3), (True, 0)):
-        sequence.constraint = SimpleNamespace(is_slow=is_slow)  # type: ignore[assignment]
+        sequence.constraint = constraint(is_slow=is_slow)
         assert sequence.num_draft_tokens(3) == num_draft_tokens
         assert sequence.num_tree_tokens(3, 3) == num_draft_tokens
     (row,) = rig.launch().decode
@@ -592,8 +598,8 @@ def test_row_whose_mask_is_known_is_planned_one_token_ahead() -> None:
     rig = Rig()
     free, known, unknown = rig.add(5), rig.add(5), rig.add(5)
     mask = object()
-    known.constraint = SimpleNamespace(is_slow=False, mask_ahead=lambda: mask)  # type: ignore[assignment]
-    unknown.constraint = SimpleNamespace(is_slow=False, mask_ahead=lambda: None)  # type: ignore[assignment]
+    known.constraint = constraint(mask)
+    unknown.constraint = constraint()
     rig.launch()
     ahead = rig.launch()  # behind the step that ends the prompts
     assert {row.slot: row.mask for row in ahead.decode} == {free.slot: None, known.slot: mask}
@@ -610,7 +616,7 @@ def test_row_whose_mask_is_known_is_planned_one_token_ahead() -> None:
 def test_a_batch_that_drafts_plans_no_constrained_row_ahead() -> None:
     rig = Rig(num_draft_tokens=3)
     sequence = rig.add(5)
-    sequence.constraint = SimpleNamespace(is_slow=False, mask_ahead=object)  # type: ignore[assignment]
+    sequence.constraint = constraint(object())
     rig.launch()
     assert rig.schedule() is None
 

@@ -1,4 +1,4 @@
-"""Sizes of the two pools of KV blocks of models with windows."""
+"""Sizes of the two pools of KV blocks of models with windows, and of a pool of latents."""
 
 from __future__ import annotations
 
@@ -67,6 +67,11 @@ def spec_of(name: str) -> ModelSpec:
     return read_spec(GEMMA4 if name == "gemma-4-26b-a4b" else PUBLISHED[name])
 
 
+def bfloat16_bytes(spec: ModelSpec) -> int:
+    """Size of the weights in bfloat16."""
+    return 2 * sum(prod(shape) for shape in tensor_shapes(spec).values())
+
+
 def room(share: int) -> MemoryRoom:
     return MemoryRoom(share=share, for_length=share, most=share, share_field="", account="by a test")
 
@@ -82,9 +87,7 @@ def room(share: int) -> MemoryRoom:
 def test_tokens_that_fit_on_a_gpu_of_139_gib(name: str, before: int, after: int, in_windows: int) -> None:
     """The default configuration with weights in bfloat16 or as stored, without scratch memory of graphs."""
     spec, config = spec_of(name), EngineConfig()
-    weights = MXFP4_BYTES
-    if name != "gpt-oss-120b":
-        weights = 2 * sum(prod(shape) for shape in tensor_shapes(spec).values())
+    weights = MXFP4_BYTES if name == "gpt-oss-120b" else bfloat16_bytes(spec)
     share = int(config.gpu_memory_fraction * 139 * GIB) - weights - RESERVE_BYTES
     demand = target_demand(config, spec, torch.bfloat16, None, 64, "graph")
     assert demand.windows is not None
@@ -97,6 +100,16 @@ def test_tokens_that_fit_on_a_gpu_of_139_gib(name: str, before: int, after: int,
     assert (
         demand.num_bytes(config, found.num_blocks) <= share < demand.num_bytes(config, found.num_blocks + 4)
     )
+
+
+def test_latents_that_fit_on_a_gpu_of_139_gib() -> None:
+    spec, config = spec_of("glm-4.7-flash"), EngineConfig()
+    share = int(config.gpu_memory_fraction * 139 * GIB) - bfloat16_bytes(spec) - RESERVE_BYTES
+    demand = target_demand(config, spec, torch.bfloat16, None, 64, "graph")
+    found = size_kv(config, demand, room(share))
+    assert demand.bytes_per_block == 64 * 47 * 576 * 2
+    assert (found.num_blocks * 64, found.num_window_blocks) == (1_369_856, 0)
+    assert found.max_model_len == spec.max_position_embeddings
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,15 @@ class Reference:
         key = self.project(x, "layers.0.self_attn.k_proj").view(-1, kv_heads, dim)
         key = self.rotate(self.norm(key, "layers.0.self_attn.k_norm"))
         value = self.project(x, "layers.0.self_attn.v_proj").view(-1, kv_heads, dim)
-        key, value = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(dim)
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value) * both[:, :, 1].sigmoid()
+        attended = self.attended(query, key, value) * both[:, :, 1].sigmoid()
         return self.project(attended.flatten(1), "layers.0.self_attn.o_proj")
+
+    def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Causal attention of (tokens, heads, size) queries to keys and values of as many or fewer heads."""
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         rope = self.c["rope_parameters"]
@@ -125,10 +129,7 @@ class ReferenceBehind(Reference):
         value = self.project(x, "self_attn.v_proj").view(-1, kv_heads, dim)
         if self.c["use_qk_norm"]:
             query, key = self.norm(query, "self_attn.q_norm"), self.norm(key, "self_attn.k_norm")
-        key, value = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (self.rotate(key), value))
-        scores = torch.einsum("qhd,khd->hqk", self.rotate(query), key) / math.sqrt(dim)
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        attended = self.attended(self.rotate(query), self.rotate(key), value)
         return self.project(attended.flatten(1), "self_attn.o_proj")
 
     def channel(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,6 +188,13 @@ class LatentReference(ReferenceBehind):
         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
         attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
         return self.project(attended.flatten(1), "self_attn.o_proj")
+
+    def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Causal attention of (tokens, heads, size) queries to keys and values of as many or fewer heads."""
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """As complex numbers of pairs."""

@@ -74,7 +74,7 @@ def test_a_mask_ahead_is_the_mask_after_every_token_that_may_be_next(num_machine
                 num_open += 1
             else:
                 num_known += 1
-                assert limits.can_advance_at_once([possible[0]])
+                assert limits.can_advance_at_once
                 assert after == {ahead.tobytes()}
             token_ids.append(rng.choice(possible))
     assert num_known > 30 and num_open > 30
@@ -138,7 +138,7 @@ def test_masks_of_states_with_many_ids_are_made_with_the_request(
     limits = MachineLimits(TokenMachine(tuple(large)), VOCAB_SIZE)
     assert len(made) == 2
     for number in range(10):
-        assert limits.can_advance_at_once([50])
+        assert limits.can_advance_at_once
         ahead = limits.mask_ahead()
         assert ahead is not None and is_allowed(ahead, 0) == (number % 2 == 1)
         step(limits, 50)
@@ -152,7 +152,7 @@ def test_a_text_thread_follows_a_machine_whose_states_name_too_many_ids(
     monkeypatch.setattr(limits_module, "MAX_PREPARED_IDS", 100)
     large = [TokenState(allowed=tuple(range(number, 60)), otherwise=1 - number) for number in range(2)]
     limits = MachineLimits(TokenMachine(tuple(large)), VOCAB_SIZE)
-    assert not limits.can_advance_at_once([50]) and limits.mask_ahead() is None
+    assert not limits.can_advance_at_once and limits.mask_ahead() is None
     assert made == large[:1]
     limits.advance([50])
     assert made == large  # the mask is made by `advance`, not when the step is launched

@@ -589,10 +589,10 @@ class Delivery:
             self._advance(request, delta)
 
     def _advance(self, request: Request, delta: Delta) -> None:
-        """Advance a request's constraint by its newest tokens: at once, which it must be if a row after them
-        is in flight, or on a text thread."""
+        """Advance a request's constraint by its newest tokens: at once, as a row after them may be in flight,
+        or on a text thread."""
         token_ids = delta.output.token_ids
-        if not delta.sequence.num_in_flight and not request.can_advance_at_once(token_ids):
+        if not request.can_advance_at_once:
             delta.sequence.awaits_mask = True
             self._text_worker.advance(request, token_ids)
             return

@@ -290,10 +290,11 @@ class Request:
         assert self._limits is not None
         self._limits.advance(token_ids)
 
-    def can_advance_at_once(self, token_ids: tuple[int, ...]) -> bool:
+    @property
+    def can_advance_at_once(self) -> bool:
         """Whether `advance` takes so little time that the engine's thread may call it."""
         assert self._limits is not None
-        return self._limits.can_advance_at_once(token_ids)
+        return self._limits.can_advance_at_once
 
     @property
     def has_drafts(self) -> bool:

@@ -504,7 +504,8 @@ class GrammarConstraint:
     def mask_ahead(self) -> None:
         """See `TokenConstraint`: a grammar's mask depends on every token before it."""
 
-    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+    @property
+    def can_advance_at_once(self) -> bool:
         """See `Limits`: a mask may take milliseconds."""
         return False
 

@@ -30,9 +30,10 @@ class Limits(Protocol):
 
     def mask_ahead(self) -> Masks | None: ...
 
-    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
-        """Whether `advance` takes so little time that the engine's thread may call it. If `mask_ahead` has a
-        mask, it does by the next token."""
+    @property
+    def can_advance_at_once(self) -> bool:
+        """Whether `advance` takes so little time that the engine's thread may call it. Only then does
+        `mask_ahead` ever have a mask."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Move on by newly generated tokens. RequestError if they are not allowed."""
@@ -166,7 +167,8 @@ class MachineLimits:
         kind = self._next_kind(self._number) if self._is_quick else None
         return None if kind is None else self._row(kind)
 
-    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+    @property
+    def can_advance_at_once(self) -> bool:
         """See `Limits`."""
         return self._is_quick
 
@@ -248,9 +250,10 @@ class AllLimits:
             found = mask if found is None else found & mask
         return found if found is not None and found.any() else None
 
-    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+    @property
+    def can_advance_at_once(self) -> bool:
         """See `Limits`."""
-        return all(part.can_advance_at_once(token_ids) for part in self._parts)
+        return all(part.can_advance_at_once for part in self._parts)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """See `Limits`. RequestError that names the machines where they leave no token beside the others."""

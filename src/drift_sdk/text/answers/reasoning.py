@@ -293,7 +293,8 @@ class ThinkingBudget:
         least = {"ahead": 1, "inside": 2, "behind": state.num_left}[state.place]
         return self._row(()) if state.num_left >= least else None
 
-    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+    @property
+    def can_advance_at_once(self) -> bool:
         """See `Limits`."""
         return True
 
