@@ -112,7 +112,7 @@ def _expand_latents(
     HEAD_DIM: tl.constexpr = PLAIN_DIM + ROTARY_DIM
     ROW_SIZE: tl.constexpr = LATENT_DIM + ROTARY_DIM
     NUM_COLUMNS: tl.constexpr = PLAIN_DIM + OUTPUT_DIM
-    NUM_TILES: tl.constexpr = tl.cdiv(NUM_COLUMNS, TILE_COLUMNS)
+    NUM_TILES: tl.constexpr = (NUM_COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
     key, inner = tl.arange(0, TILE_KEYS), tl.arange(0, TILE_INNER)
     rotary = tl.arange(0, PADDED_ROTARY)
     wait_for_producers(PDL)
