@@ -107,6 +107,9 @@ TILES = (
     Tiles(1, 8, 8),
     Tiles(2, 8, 4),
     Tiles(4, 8, 3),
+    Tiles(7, 8, 3),
+    Tiles(6, 16, 4),
+    Tiles(5, 32, 4),
     Tiles(1, 16, 12),
     Tiles(1, 32, 8),
     Tiles(2, 64, 3),
@@ -126,7 +129,9 @@ def fitting(weight: PackedWeight) -> list[Tiles]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 4096), (576, 1536), (6144, 576), (17408, 192)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096), (576, 1536), (6144, 576), (17408, 192), (34816, 64)], ids=str
+)
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_bits_depend_neither_on_rows_nor_on_tiles(
     kind: QuantisedFormat, shape: tuple[int, int], device: str

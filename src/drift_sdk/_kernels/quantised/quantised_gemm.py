@@ -28,8 +28,9 @@ Launch configurations of products with quantised weights. None of them changes a
 
 The choice of tiles for products with quantised weights, by the weight's shape and the number of rows.
 
-A CTA has a multiprocessor to itself, and so many panels that there is one CTA for each, or 4 panels. Other
-numbers of panels, more warpgroups that share a slice, and clusters whose CTAs share rows of x by multicast
+A CTA has a multiprocessor to itself. It has so many panels that the CTAs of all of them take the least time,
+as the multiprocessors work on one CTA after the other, unless its sums would not fit into registers. More
+warpgroups that share a slice, two CTAs a multiprocessor, and clusters whose CTAs share rows of x by multicast
 were not faster on an H200.
 
 Products with quantised weights in Triton: the fallback of multiply.cu, and its oracle in tests.
@@ -85,6 +86,8 @@ UNIT_BYTES = {"e4m3": 4096, "int8": 4096, "int4": 2048, "e2m1": 2048}
 FEW_ITEMS = 132
 """As many items, a panel and a slice each, as an H200 has multiprocessors."""
 MAX_THREADS = 1024
+COPY_THREADS = 64
+"""Threads of the warps that copy."""
 BARRIER_BYTES = 8
 ALIGNMENT = 1024
 """Bytes at whose multiples a stage lies in shared memory."""
@@ -93,8 +96,8 @@ ALIGNMENT = 1024
 class Tiles(Struct, frozen=True):
     """Work of a CTA of multiply.cu.
 
-    num_panels: panels of 64 weight rows, each with its warpgroups, 1 to 4. num_rows: rows of x, 8, 16, 32, 64
-    or 128. num_stages: steps in shared memory.
+    num_panels: panels of 64 weight rows, each with its warpgroups. num_rows: rows of x, 8, 16, 32, 64 or 128.
+    num_stages: steps in shared memory.
     """
 
     num_panels: int
@@ -103,7 +106,7 @@ class Tiles(Struct, frozen=True):
 
     def num_threads(self, weight: PackedWeight) -> int:
         """Threads of the warpgroups, and of the warps that copy."""
-        return 128 * self.num_panels * num_splits(weight) + 64
+        return 128 * self.num_panels * num_splits(weight) + COPY_THREADS
 
     def template(self, weight: PackedWeight) -> str:
         """The last template arguments of `multiply`."""
@@ -165,10 +168,10 @@ BY_ROW_MANY = 256
 """With more rows of x, a CTA has MANY_ROWS of them beside a weight with codes of a byte and a scale a row,
 whose sums take few registers, and three panels, or two with two warpgroups each. For the weights of
 Llama-3.1-8B and 2,048 rows, these are the fastest of the tiles that were measured on an H200."""
-MAX_PANELS = 4
-MAX_OFFSET_WARPGROUPS = 2
-"""Most warpgroups with offsets, whose sums of x take registers too, for more than FEW_ROWS rows."""
-FEW_ROWS = 16
+NUM_REGISTERS = 65_536
+"""Registers of a multiprocessor."""
+OTHER_REGISTERS = 40
+"""Registers of a thread beside its sums: fragments, scales and places."""
 MAX_STAGES = 16
 
 
@@ -176,20 +179,44 @@ def choose_tiles(weight: PackedWeight, num_rows: int) -> Tiles:
     """Return the tiles for a product of `num_rows` rows, with as many stages as fit."""
     splits = num_splits(weight)
     rows = next((rows for rows in ROWS if rows >= num_rows), None)
-    num_panels = min(-(-num_items(weight) // FEW_ITEMS), MAX_PANELS)
-    if weight.offsets is not None:
-        rows = rows or ROWS[-1]
-        if rows > FEW_ROWS:
-            num_panels = min(num_panels, MAX_OFFSET_WARPGROUPS // splits)
     if weight.row_scales is not None and weight.code_type in BYTE_CODES and num_rows > BY_ROW_MANY:
         rows, num_panels = MANY_ROWS, 4 - splits
-    elif rows is None:
+    elif rows is not None:
+        num_panels = choose_panels(weight, rows)
+    elif weight.offsets is not None:
+        rows, num_panels = ROWS[-1], most_panels(weight, ROWS[-1])
+    else:
         # Steps of codes of a byte are so large that four stages fit beside 128 rows, two for each of two
         # warpgroups.
         has_many = splits == 1 or weight.code_type not in BYTE_CODES
         rows, num_panels = (MANY_ROWS, 2 // splits) if has_many else (ROWS[-1], 2)
     num_stages = (MAX_SHARED_BYTES - 1024) // Tiles(num_panels, rows, 1).stage_bytes(weight)
     return Tiles(num_panels, rows, min(num_stages, MAX_STAGES) // splits * splits)
+
+
+def choose_panels(weight: PackedWeight, rows: int) -> int:
+    """Return the panels of a CTA with so many rows of x, for which the multiprocessors take the least time.
+
+    One that has several CTAs works on them one after the other, and for each it waits for its first steps,
+    about as long as it works on half a panel.
+    """
+
+    def cost(num_panels: int) -> tuple[int, int]:
+        num_ctas = -(-weight.num_panels // num_panels) * weight.num_slices
+        return -(-num_ctas // FEW_ITEMS) * (2 * num_panels + 1), -num_panels
+
+    return min(range(1, most_panels(weight, rows) + 1), key=cost)
+
+
+def most_panels(weight: PackedWeight, rows: int) -> int:
+    """Return the most panels of a CTA with so many rows of x, whose threads keep their sums in registers.
+
+    A thread has rows / 2 sums of all columns, as many of a group, and with offsets twice as many of the
+    columns of x.
+    """
+    kinds = 1 if weight.row_scales is not None else 2 if weight.offsets is None else 4
+    num_threads = min(NUM_REGISTERS // (OTHER_REGISTERS + kinds * rows // 2), MAX_THREADS)
+    return (num_threads - COPY_THREADS) // (128 * num_splits(weight))
 
 
 TILE_N = 64
