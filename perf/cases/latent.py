@@ -1,5 +1,5 @@
-"""Cases of latent attention: decode and verify rows over long and short contexts, chunks of prompts, and the
-products with the matrices of heads."""
+"""Cases of latent attention: decode and verify rows over long and short contexts, chunks of prompts, absorbed
+and expanded, and the products with the matrices of heads."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from functools import partial
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.decode import AttentionScratch
+from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
+from drift_sdk._kernels.attention.expanded import BLOCK_KEYS, PART_KEYS, fill_parts, part_words
 from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.latent_rows import multiply_heads
+from drift_sdk.execution.forward.attention import ExpandedKeys
 from drift_sdk.spec.model import LatentAttention
 from perf.cases.attention import BATCHES, BLOCK_SIZE, CHUNKS, CONTEXTS, ROWS_PER_SEQUENCE
 from perf.cases.case import Case, Prepared, num_copies
@@ -42,6 +46,8 @@ def latent_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, d
                 yield decode_case(spec, context, batch, rows, device)
     for num_before, num_rows in CHUNKS:
         yield chunk_case(spec, num_before, num_rows, device)
+        if spec.query_dim == spec.output_dim:
+            yield expanded_case(spec, num_before, num_rows, device)
     for num_rows in row_counts:
         for columns, inner in ((spec.latent_dim, spec.plain_dim), (spec.output_dim, spec.latent_dim)):
             yield product_case(spec.num_heads, columns, inner, num_rows, device)
@@ -79,6 +85,25 @@ def chunk_case(spec: LatentAttention, num_before: int, num_rows: int, device: st
         num_bytes=ITEMSIZE * num_keys * spec.head_dim + num_rows * row_bytes(spec),
         num_flops=row_flops(spec) * num_rows * (num_before + num_rows / 2),
         prepare=partial(prepare_chunk, spec, num_before, num_rows, device),
+    )
+
+
+def expanded_case(spec: LatentAttention, num_before: int, num_rows: int, device: str) -> Case:
+    """Return the case of such a chunk to expanded keys, their expansion included."""
+    num_keys = num_before + num_rows
+    matrices = spec.plain_dim + spec.output_dim
+    num_elements = num_keys * spec.head_dim + spec.num_heads * (
+        spec.latent_dim * matrices + 2 * num_rows * spec.output_dim
+    )
+    flops_of_key = spec.latent_dim * matrices
+    flops_of_row = (spec.query_dim + spec.output_dim) * (num_before + num_rows / 2)
+    return Case(
+        kernel="expanded prompt attention",
+        shape=f"{num_rows} tokens behind {num_before}",
+        num_rows=num_rows,
+        num_bytes=ITEMSIZE * num_elements,
+        num_flops=2 * spec.num_heads * (num_keys * flops_of_key + num_rows * flops_of_row),
+        prepare=partial(prepare_expanded, spec, num_before, num_rows, device),
     )
 
 
@@ -124,6 +149,42 @@ def prepare_chunk(spec: LatentAttention, num_before: int, num_rows: int, device:
             latent_prompt_attention(layer, tiles, TILE_ROWS, layer.partitions)
 
     return Prepared(step, len(layers), (layers[0].out,))
+
+
+def prepare_expanded(spec: LatentAttention, num_before: int, num_rows: int, device: str) -> Prepared:
+    num_keys = num_before + num_rows
+    layers = layers_of(spec, num_keys, 1, num_rows, device)
+    config = exact_prefill_config(spec.output_dim, torch.bfloat16)
+    num_parts = -(-num_keys // PART_KEYS)
+    parts = np.empty(part_words(num_parts * PART_KEYS), np.int32)
+    (block,) = fill_parts([(0, num_keys)], parts)
+    found = np.empty((-(-num_rows // config.tile_rows), TILE_FIELDS), np.int32)
+    prefill_tiles([(block, num_before, num_rows)], config.tile_rows, found)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(torch.bfloat16)
+
+    weight = random(spec.num_heads, spec.plain_dim + spec.output_dim, spec.latent_dim)
+    num_blocks = num_parts * PART_KEYS // BLOCK_KEYS
+    keys, values = (random(num_blocks, spec.num_heads, BLOCK_KEYS, spec.output_dim) for _ in range(2))
+    expanded = ExpandedKeys(
+        tiles=torch.from_numpy(found).to(device),
+        rows=torch.ones(num_rows, dtype=torch.int32, device=device),
+        parts=torch.from_numpy(parts).to(device),
+        config=config,
+        kv=LayerKV(keys, values),
+        blocks=torch.arange(num_blocks, dtype=torch.int32, device=device)[:, None],
+    )
+    query, out = (
+        random(num_rows, spec.num_heads, spec.query_dim),
+        random(num_rows, spec.num_heads, spec.output_dim),
+    )
+
+    def step() -> None:
+        for layer in layers:
+            expanded.attend(replace(layer, query=query, out=out), weight)
+
+    return Prepared(step, len(layers), (out,))
 
 
 def prepare_product(num_heads: int, columns: int, inner: int, num_rows: int, device: str) -> Prepared:

@@ -28,6 +28,7 @@ __all__ = [
     "BlockUpdate",
     "DecodeRow",
     "Executor",
+    "EXPANDED_TILE",
     "ExecutorLimits",
     "HostWork",
     "MAX_CHUNKS",
@@ -49,6 +50,9 @@ __all__ = [
 MAX_CHUNKS = 32
 """Most prefill chunks of a step. Executors make room for so many, and what is made and not used takes time: a
 row of the draft for every chunk, and in Triton a program of attention for every head of it."""
+
+EXPANDED_TILE = 128
+"""Keys for which latents are expanded at a time: those of a step take multiples of it for each sequence."""
 
 
 Verification = Literal["whole", "partial", "refresh"]
@@ -179,6 +183,8 @@ class PrefillChunk(Struct, frozen=True, kw_only=True):
     checkpoints:   ascending (position, place) pairs: the slot's recurrent states after the tokens before
                    `position` are copied to `place`. `start < position <= start + len(token_ids)`, and it is a
                    multiple of `SchedulerConfig.checkpoint_tokens`.
+    num_expanded:  the first so many tokens attend to keys and values that are expanded from latents (see
+                   `SchedulerConfig.max_expanded_tokens`).
     """
 
     slot: int
@@ -186,6 +192,7 @@ class PrefillChunk(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     next_token_id: int | None
     checkpoints: tuple[tuple[int, int], ...] = ()
+    num_expanded: int = 0
 
     @property
     def is_last(self) -> bool:

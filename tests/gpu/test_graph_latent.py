@@ -23,6 +23,7 @@ from mtp_zoo import make_mtp_model, make_often_right
 from quantised_files import quantise_folder
 
 from drift_sdk import NGram
+from drift_sdk.scheduling import planning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -31,6 +32,9 @@ MODELS = [(family, seed) for family in ("glm4_moe_lite", "deepseek_v3") for seed
 WIDE = {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 80, "kv_lora_rank": 512}
 WIDE |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 48, "v_head_dim": 40, "q_lora_rank": 96}
 """Latents of published sizes."""
+SQUARE = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 48, "v_head_dim": 64, "kv_lora_rank": 32}
+PUBLISHED = WIDE | {"qk_nope_head_dim": 192, "v_head_dim": 256}
+"""With keys and values of one size, so that prompts are expanded."""
 
 
 def saved(family: str, seed: int, folder: Path, **sizes: object) -> Path:
@@ -70,6 +74,35 @@ def test_a_crowd_changes_no_bit(family: str, seed: int, sizes: dict[str, int], t
         {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 480, "prefill_token_budget": 200},
     ]
     assert_same_in_crowds(folder, prompts, expected, modes)
+
+
+@pytest.mark.parametrize("sizes", [SQUARE, PUBLISHED], ids=("small", "published"))
+def test_a_crowd_changes_no_bit_of_expanded_prompts(
+    sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above. Some prompts begin with another one and its answer, which were computed in two forms."""
+    monkeypatch.setattr(planning, "MIN_EXPANDED_PROMPT", 40)
+    monkeypatch.setattr(planning, "EXPANDED_TILE", 8)
+    make_mtp_model("glm4_moe_lite", 1, tmp_path, **sizes)
+    make_often_right(tmp_path)
+    prompts = prompts_of(8)
+    first, _ = answers(tmp_path, prompts, is_alone=True)
+    prompts += [
+        [*prompt, *one.token_ids[: 9 + 4 * index], 5, index]
+        for index, (prompt, one) in enumerate(zip(prompts[:6], first, strict=False))
+    ]
+    expected, _ = answers(tmp_path, prompts, is_alone=True)
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 8},
+        {"max_num_seqs": 16, "prefill_token_budget": 40},
+        {"max_num_seqs": 16, "kv_cache_tokens": 640},
+        {"max_num_seqs": 16, "speculation": chain_of(3, NGram(min_length=1))},
+        {"max_num_seqs": 8, "speculation": chain_of(3, "mtp"), "kv_cache_tokens": 640},
+    ]
+    assert_same_in_crowds(tmp_path, prompts, expected, modes)
+    monkeypatch.setattr(planning, "MIN_EXPANDED_PROMPT", 1000)
+    absorbed, _ = answers(tmp_path, prompts, is_alone=True)
+    assert [one.logprobs for one in absorbed] != [one.logprobs for one in expected]
 
 
 @pytest.mark.parametrize("sizes", [{"qk_rope_head_dim": 16, "kv_lora_rank": 32}, WIDE], ids=("small", "wide"))

@@ -25,7 +25,7 @@ from perf.cases.experts import DOWN, GATE_UP, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
 from perf.cases.latent import chunk_case as latent_chunk_case
 from perf.cases.latent import decode_case as latent_decode_case
-from perf.cases.latent import latent_cases, product_case
+from perf.cases.latent import expanded_case, latent_cases, product_case
 from perf.cases.quantised import FORMS, Form, quantised_cases
 from perf.cases.quantised_experts import quantised_expert_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
@@ -84,6 +84,7 @@ def test_cases_of_latents_fill_their_outputs(tmp_path: Path, monkeypatch: pytest
     for case in (
         latent_decode_case(spec, 70, 2, 2, "cpu"),
         latent_chunk_case(spec, 60, 10, "cpu"),
+        expanded_case(spec, 60, 10, "cpu"),
         product_case(2, 16, 24, 3, "cpu"),
     ):
         prepared = case.prepare()

@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 from scheduler_rig import Rig, rows, spans
 
-from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS
+from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS, MIN_EXPANDED_PROMPT
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import MAX_CHUNKS, PrefillChunk, Violation
+from drift_sdk.steps import EXPANDED_TILE, MAX_CHUNKS, PrefillChunk, Violation
 
 
 def constraint(mask: object = None, *, is_slow: bool = False) -> Any:
@@ -81,6 +81,24 @@ def test_cached_tokens_of_a_waiting_prompt_do_not_count() -> None:
     rig.launch()
     rig.add([*conversation, 1, 2])
     assert (1, 40, 2) in spans(rig.launch())
+
+
+@pytest.mark.parametrize("length", [MIN_EXPANDED_PROMPT, MIN_EXPANDED_PROMPT + EXPANDED_TILE - 2])
+def test_samples_of_a_long_prompt_expand_no_keys(length: int) -> None:
+    """They share its blocks, so expanding all keys for the few tokens that are left would take longer than
+    these, and the room of a step is that of one prompt."""
+    room = MIN_EXPANDED_PROMPT + EXPANDED_TILE
+    rig = Rig(num_blocks=5000, prefill_token_budget=room, max_expanded_tokens=room)
+    prompt = [token % 5 for token in range(length)]
+    rig.add(prompt, max_tokens=1)
+    assert rig.launch().prefill[0].num_expanded > 0
+    rig.drain()
+    for _ in range(3):
+        rig.add(prompt, max_tokens=1)
+    chunks = rig.launch().prefill
+    assert [chunk.num_expanded for chunk in chunks] == [0, 0, 0]
+    assert all(chunk.is_last and chunk.start for chunk in chunks)
+    rig.drain()
 
 
 def test_cut_prompts_do_not_keep_new_ones_from_a_step() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import fake_device
 import hypothesis.strategies as st
 import msgspec
 import pytest
@@ -10,6 +13,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from drift_sdk.draft_policy import ViewCosts
+from drift_sdk.scheduling import planning
+from drift_sdk.scheduling import sequence as sequence_module
 from drift_sdk.scheduling.planning import (
     MAX_STEPS_WITHOUT_TOKENS,
     SchedulerConfig,
@@ -77,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_window_blocks=least + data.draw(st.sampled_from([0, 0, 1, 4, 12]), label="more blocks")
             if window
             else 0,
+            max_expanded_tokens=self.draw_expanded(data),
             target_latency_ms_p50=target_ms,
             prefer_high_throughput=prefers_throughput,
         )
@@ -97,6 +103,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def draw_window(self, data: st.DataObject) -> int:
         """One block for all layers."""
+        return 0
+
+    def draw_expanded(self, data: st.DataObject) -> int:
+        """One form of attention."""
         return 0
 
     @rule(
@@ -361,6 +371,44 @@ class WindowMachine(SchedulerMachine):
                 assert [content[0] for content in found] == token_ids[-size:]
 
 
+class ExpandedMachine(SchedulerMachine):
+    """Prompts attend to expanded keys, so few in a step that some have to wait, and so few of a prompt that
+    its end does not. Answers are the beginnings of later prompts."""
+
+    max_tokens = 24
+    least_prompt = 4
+
+    def draw_expanded(self, data: st.DataObject) -> int:
+        self.patches = [
+            mock.patch.object(planning, "MIN_EXPANDED_PROMPT", self.least_prompt),
+            *(
+                mock.patch.object(module, "EXPANDED_TILE", 2)
+                for module in (planning, sequence_module, fake_device)
+            ),
+        ]
+        for patch in self.patches:
+            patch.start()
+        return 2 * data.draw(st.integers(1, 12), label="tiles of expanded keys")
+
+    @precondition(lambda self: any(map(len, self.delivered.values())))
+    @rule(data=st.data(), num_tokens=st.integers(0, 24), suffix=st.lists(TOKENS, max_size=6))
+    def add_turn(self, data: st.DataObject, num_tokens: int, suffix: list[int]) -> None:
+        """The prompt and a part of the answer of another sequence as the beginning of a prompt."""
+        before = data.draw(st.sampled_from([each for each, given in self.delivered.items() if given]))
+        prompt_ids = [*before.token_ids[: before.num_prompt_tokens + num_tokens], *suffix]
+        most = self.config.num_blocks * self.config.block_size - 1
+        added = self.device.sequence(prompt_ids[:most], max_tokens=1, arrival=len(self.delivered))
+        self.delivered[added] = []
+        self.scheduler.add(added)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            for patch in getattr(self, "patches", ()):
+                patch.stop()
+
+
 class ViewMachine(SchedulerMachine):
     """Verification over views, with so few rows in a refresh that some sequences have to wait for it."""
 
@@ -387,8 +435,9 @@ TestTinyPool = TinyPoolMachine.TestCase
 TestCheckpoints = CheckpointMachine.TestCase
 TestWindows = WindowMachine.TestCase
 TestViews = ViewMachine.TestCase
+TestExpanded = ExpandedMachine.TestCase
 TestScheduler.settings = TestTinyPool.settings = TestCheckpoints.settings = TestViews.settings = FEW
-TestWindows.settings = FEW
+TestWindows.settings = TestExpanded.settings = FEW
 
 
 @pytest.mark.slow
@@ -413,6 +462,11 @@ class TestWindowsAtLength(TestWindows):
 
 @pytest.mark.slow
 class TestViewsAtLength(TestViews):
+    settings = MANY
+
+
+@pytest.mark.slow
+class TestExpandedAtLength(TestExpanded):
     settings = MANY
 
 

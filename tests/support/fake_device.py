@@ -3,8 +3,9 @@
 The next token is a hash of a sequence's history and seed over a small alphabet. So the whole output of a
 sequence is known in advance (`Story`), and the scheduler's result can be compared with it. KV slots hold
 (token, position, hash of the history up to the token). The history begins with the salt of the cache, so a
-story differs from one with another salt. A row may attend only if all earlier positions hold its own story.
-Rounds over views leave other content, which rows over all keys may not read.
+story differs from one with another salt. It also has the form of attention of each position, expanded or not.
+A row may attend only if all earlier positions hold its own story. Rounds over views leave other content,
+which rows over all keys may not read.
 
 With checkpoints, a slot and a place hold the content of all positions that their recurrent states have seen.
 Chunks and rows append to it, rejected drafts are taken off again, and every start has to find its own story.
@@ -18,9 +19,17 @@ from typing import Literal
 from zlib import crc32
 
 from drift_sdk.results import TokenLogprobs
-from drift_sdk.scheduling.planning import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig, num_expanded_tokens
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import PrefillChunk, SlotOutput, SlotSampling, StepPlan, StepResult, Verification
+from drift_sdk.steps import (
+    EXPANDED_TILE,
+    PrefillChunk,
+    SlotOutput,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+    Verification,
+)
 
 ALPHABET = 5
 JUNK = (-1, -1, -1)
@@ -39,8 +48,11 @@ def mix(history: int, value: int) -> int:
 class Story:
     """All tokens of one request, from prompt to end, and the content of its KV at each position."""
 
-    def __init__(self, prompt_ids: list[int], sampling: SlotSampling, cache_salt: str | None) -> None:
+    def __init__(
+        self, prompt_ids: list[int], sampling: SlotSampling, cache_salt: str | None, num_expanded: int = 0
+    ) -> None:
         self.prompt_ids = prompt_ids
+        self.num_expanded = num_expanded
         self.sampling = sampling
         self.token_ids = list(prompt_ids)
         self.kv: list[tuple[int, int, int]] = []
@@ -64,6 +76,8 @@ class Story:
 
     def _remember(self, token_id: int) -> None:
         self._history = mix(self._history, token_id)
+        if len(self.kv) < self.num_expanded:
+            self._history = mix(self._history, -1)
         self.kv.append((token_id, len(self.kv), self._history))
 
 
@@ -98,6 +112,7 @@ class FakeDevice:
         self.window_kv: list[tuple[int, int, int]] = [JUNK] * (config.num_window_blocks * config.block_size)
         self.places: list[list[tuple[int, int, int]]] = [[JUNK] for _ in range(config.num_checkpoints)]
         self.launched: deque[StepPlan] = deque()
+        self.num_expanded = 0
         self._random = random.Random(seed)
 
     def sequence(
@@ -124,7 +139,8 @@ class FakeDevice:
             max_length=len(prompt_ids) + max_tokens,
             num_logprobs=num_logprobs,
         )
-        self.stories[arrival] = Story(prompt_ids, sampling, cache_salt)
+        num_expanded = num_expanded_tokens(len(prompt_ids), self.config.max_expanded_tokens) or 0
+        self.stories[arrival] = Story(prompt_ids, sampling, cache_salt, num_expanded)
         return Sequence(
             request_id=f"r{arrival}",
             prompt_ids=prompt_ids,
@@ -141,6 +157,9 @@ class FakeDevice:
         assert len(set(slots)) == len(slots), "a slot has a chunk and a row, or two"
         num_prefill_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
         assert num_prefill_tokens <= self.config.prefill_token_budget
+        ends = [chunk.start + chunk.num_expanded for chunk in plan.prefill if chunk.num_expanded]
+        num_keys = sum(-(-end // EXPANDED_TILE) * EXPANDED_TILE for end in ends)
+        assert num_keys <= self.config.max_expanded_tokens
         self.launched.append(plan)
 
     def collect(self) -> StepResult:
@@ -182,6 +201,9 @@ class FakeDevice:
         assert slot.num_computed is None or start == slot.num_computed, f"chunk at {start}, not next"
         end = start + len(token_ids)
         assert list(token_ids) == slot.story.token_ids[start:end], "the chunk has other tokens"
+        most = min(max(slot.story.num_expanded - start, 0), len(token_ids))
+        assert chunk.num_expanded == most, "the chunk has another form"
+        self.num_expanded += chunk.num_expanded
         self._check(slot, start)
         for position in range(start, end):
             self._write(slot, position, slot.story.kv[position])

@@ -71,6 +71,7 @@ def run_scheduled(
             checkpoint_tokens=math.lcm(BORDER, limits.block_size) if num_checkpoints else 0,
             window=window,
             num_window_blocks=limits.num_window_blocks,
+            max_expanded_tokens=getattr(executor, "max_expanded_tokens", 0),
         )
     )
     sequences = [

@@ -550,7 +550,13 @@ class BlockManager:
     def match(self, sequence: Sequence) -> None:
         """Find the cached prefix of a waiting sequence, without references: it can be evicted again."""
         max_hits = sequence.num_sharable_tokens // self.block_size
-        self.trie.extend_match(sequence.prefix_nodes, sequence.token_ids, max_hits, sequence.cache_salt)
+        self.trie.extend_match(
+            sequence.prefix_nodes,
+            sequence.token_ids,
+            max_hits,
+            sequence.cache_salt,
+            sequence.num_expanded_tokens,
+        )
         num_hits = len(sequence.prefix_nodes)
         if self.checkpoints is not None:
             num_hits = self.checkpoints.num_resumable(sequence.prefix_nodes)
@@ -735,4 +741,4 @@ class BlockManager:
             self.pool.free([self.trie.evict()])
 
     def _key(self, sequence: Sequence, index: int) -> BlockKey:
-        return self.trie.key(sequence.token_ids, index, sequence.cache_salt)
+        return self.trie.key(sequence.token_ids, index, sequence.cache_salt, sequence.num_expanded_tokens)

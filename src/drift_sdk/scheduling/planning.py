@@ -17,6 +17,7 @@ from drift_sdk.draft_policy import DraftPolicy, ViewCosts
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.speculation import ViewLayout
 from drift_sdk.steps import (
+    EXPANDED_TILE,
     MAX_CHUNKS,
     BlockUpdate,
     DecodeRow,
@@ -51,6 +52,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     window:                tokens that layers with windows see, a row's own included, if these layers have
                            blocks of their own; 0: they have none.
     num_window_blocks:     their number.
+    max_expanded_tokens:   most keys of a step that are expanded from latents, a multiple of EXPANDED_TILE;
+                           0: none are.
     target_latency_ms_p50, target_latency_ms_p95, prefer_high_throughput: as in EngineConfig.
     """
 
@@ -71,6 +74,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     checkpoint_tokens: int = 0
     window: int = 0
     num_window_blocks: int = 0
+    max_expanded_tokens: int = 0
     target_latency_ms_p50: float | None = None
     target_latency_ms_p95: float | None = None
     prefer_high_throughput: bool = False
@@ -82,12 +86,36 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         least = least_window_blocks(self.window, self.block_size, self.max_emitted_tokens)
         assert self.num_window_blocks >= least, f"num_window_blocks: {self.num_window_blocks} of {least}"
         assert not (tokens and self.window), f"window: {self.window}, in a model with recurrent states"
+        most = self.max_expanded_tokens
+        assert most % EXPANDED_TILE == 0, f"max_expanded_tokens: {most}, in tiles of {EXPANDED_TILE}"
+        assert not (most and (tokens or self.window)), f"max_expanded_tokens: {most}, with states or windows"
 
     @property
     def max_emitted_tokens(self) -> int:
         """Most tokens that a row emits in one step."""
         most = max(self.draft_choices, default=0)
         return 1 + (most if self.max_tree_depth is None else min(most, self.max_tree_depth))
+
+
+MIN_EXPANDED_PROMPT = 1024
+"""Tokens of the shortest prompt that is expanded: the last tokens of a longer one take an attention of their
+own, and answers behind it are computed again as parts of prompts."""
+
+
+def num_expanded_tokens(num_prompt_tokens: int, max_expanded_tokens: int) -> int | None:
+    """How many of the first tokens of a sequence attend to expanded keys: those of its prompt but the last
+    one, which a mixed step computes as a row of its round, up to a multiple of EXPANDED_TILE. Samples of a
+    prompt, whose blocks are cached, so expand none of the keys before the few rows that are left. The form
+    of a row follows from the tokens before it and the length of the prompt, and is the same when a preempted
+    sequence is computed again.
+
+    None: the model has one form of attention.
+    """
+    if not max_expanded_tokens:
+        return None
+
+    most = min(num_prompt_tokens - 1, max_expanded_tokens) if num_prompt_tokens >= MIN_EXPANDED_PROMPT else 0
+    return most // EXPANDED_TILE * EXPANDED_TILE
 
 
 def least_window_blocks(window: int, block_size: int, max_emitted_tokens: int) -> int:
@@ -373,6 +401,7 @@ class StepBuilder:
                 token_ids=tuple(sequence.token_ids[start:end]),
                 next_token_id=None if is_last else sequence.token_ids[end],
                 checkpoints=checkpoints,
+                num_expanded=min(max((sequence.num_expanded_tokens or 0) - start, 0), num_tokens),
             )
         )
 

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
 BlockKey = tuple[int | str, ...]
-"""The token ids of a block; in a prompt's first block the salt stands before them, if there is one."""
+"""The token ids of a block; in a prompt's first block the salt stands before them, if there is one. Behind
+them stands how many of them attended to expanded keys, if they are not all, in a model with both forms."""
 
 
 class PrefixNode:
@@ -46,7 +47,8 @@ class PrefixNode:
 
 class PrefixTrie:
     """Cached blocks by content. A child is looked up by its token ids themselves, so keys cannot collide.
-    Sequences share blocks only if their salts are equal: no path of one salt is a path of another.
+    Sequences share blocks only if their salts are equal: no path of one salt is a path of another. They share
+    them only if their rows had the same form of attention, too: what they hold depends on it.
 
     A sequence that references a node references all its ancestors too, so the children of an unreferenced
     node are unreferenced. A path is released from its end to the root, and a node enters the LRU order when
@@ -70,14 +72,26 @@ class PrefixTrie:
         """The node that is evicted next. There must be one."""
         return next(iter(self._unreferenced))
 
-    def key(self, token_ids: Seq[int], index: int, salt: str | None) -> BlockKey:
-        """The key of block `index` of a sequence. A salt, which is no token id, is a part of the first."""
+    def key(
+        self, token_ids: Seq[int], index: int, salt: str | None, num_expanded: int | None = None
+    ) -> BlockKey:
+        """The key of block `index` of a sequence. A salt, which is no token id, is a part of the first.
+
+        num_expanded: of the sequence, see `num_expanded_tokens`.
+        """
         start = index * self.block_size
         key: BlockKey = tuple(token_ids[start : start + self.block_size])
+        if num_expanded is not None and num_expanded < start + self.block_size:
+            key = (*key, f"{max(num_expanded - start, 0)} expanded")
         return key if salt is None or index else (salt, *key)
 
     def extend_match(
-        self, nodes: list[PrefixNode], token_ids: Seq[int], max_blocks: int, salt: str | None
+        self,
+        nodes: list[PrefixNode],
+        token_ids: Seq[int],
+        max_blocks: int,
+        salt: str | None,
+        num_expanded: int | None = None,
     ) -> None:
         """Update `nodes`, the path of an earlier match of `token_ids` from the root, in place.
 
@@ -90,7 +104,7 @@ class PrefixTrie:
 
         node = nodes[-1] if nodes else self.root
         for index in range(len(nodes), max_blocks):
-            child = node.children.get(self.key(token_ids, index, salt))
+            child = node.children.get(self.key(token_ids, index, salt, num_expanded))
             if child is None:
                 break
 
@@ -163,7 +177,7 @@ class PrefixTrie:
             assert parent is not None and parent.children.get(node.key) is node, "a link is broken"
             assert node.block_id >= 0, "an evicted node is still linked"
             is_salted = parent is self.root and isinstance(node.key[0], str)
-            num_tokens = len(node.key) - is_salted
+            num_tokens = len(node.key) - is_salted - isinstance(node.key[-1], str)
             assert num_tokens == self.block_size, f"key of {num_tokens} tokens"
             assert (node.num_references == 0) == (node in age), f"block {node.block_id}: LRU membership"
             if parent is not self.root:

@@ -15,6 +15,7 @@ from drift_sdk.scheduling.planning import (
     StepBuilder,
     TokenBudget,
     check_in_flight,
+    num_expanded_tokens,
     share_tokens,
 )
 from drift_sdk.scheduling.sequence import Delta, RunningSet, Sequence, SequenceWatcher, WaitingQueue
@@ -154,6 +155,9 @@ class Scheduler:
         leaves room for one token.
         """
         sequence.has_draft_kv = self.config.has_draft_kv
+        sequence.num_expanded_tokens = num_expanded_tokens(
+            sequence.num_prompt_tokens, self.config.max_expanded_tokens
+        )
         num_blocks = self._blocks.num_blocks(sequence.num_kv_slots(sequence.max_length))
         assert num_blocks <= self.config.num_blocks, f"{sequence}: {num_blocks} blocks, more than there are"
         assert 0 < sequence.num_prompt_tokens < sequence.max_length, f"{sequence}: no room for a token"
@@ -316,8 +320,13 @@ class Scheduler:
                 shares = share_tokens(budget, prompts)
                 break
 
-        windows = self._blocks.windows
+        windows, room = self._blocks.windows, self.config.max_expanded_tokens
         for sequence, share in zip(prompts, shares, strict=True):
+            num_keys = sequence.num_expanded_keys(share)
+            if num_keys <= room:
+                room -= num_keys
+            else:
+                share = 0
             if share and windows is not None:
                 first_index = len(sequence.window_table)
                 share = windows.extend_for_chunk(sequence, share)

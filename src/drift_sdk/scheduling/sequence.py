@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from drift_sdk.processors import LogitsFunction
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
-from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
+from drift_sdk.steps import EXPANDED_TILE, SlotOutput, SlotSampling, TokenConstraint, Verification
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +61,7 @@ class Sequence:
         "min_in_flight_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_expanded_tokens",
         "num_in_flight",
         "num_matched_blocks",
         "num_planned_tokens",
@@ -107,6 +108,7 @@ class Sequence:
         self.cache_salt: str | None = cache_salt  # cached blocks are shared with sequences of an equal one
         self.borders: tuple[int, ...] = borders  # where other prompts may branch off: for checkpoints
         self.has_draft_kv: bool = False  # set by the scheduler
+        self.num_expanded_tokens: int | None = None  # set by the scheduler, see `num_expanded_tokens`
         self.has_wrong_drafts: bool = False  # set when a check has found them wrong: no more are planned
         self.awaits_mask: bool = False  # set while the host computes a constraint's mask: no row is planned
 
@@ -181,6 +183,12 @@ class Sequence:
             return len(self.token_ids) - self.num_computed_tokens
 
         return self.num_prefill_tokens - self.num_planned_tokens
+
+    def num_expanded_keys(self, num_tokens: int) -> int:
+        """The keys that are expanded for the next chunk, of so many tokens: a multiple of EXPANDED_TILE."""
+        start, most = self.num_planned_tokens, self.num_expanded_tokens or 0
+        end = min(start + num_tokens, most)
+        return -(-end // EXPANDED_TILE) * EXPANDED_TILE if start < end else 0
 
     @property
     def num_sharable_tokens(self) -> int:

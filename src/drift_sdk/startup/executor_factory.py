@@ -50,7 +50,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     untuned:     those that do not.
     round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
     refresh_costs: seconds of a refresh of views by slots; empty likewise, and without partial verification.
-    mixed_tokens: as in SchedulerConfig.
+    mixed_tokens, max_expanded_tokens: as in SchedulerConfig.
     states:      of a model with recurrent layers.
     """
 
@@ -60,6 +60,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     round_costs: dict[tuple[int, int], float] = {}
     refresh_costs: dict[int, float] = {}
     mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
+    max_expanded_tokens: int = 0
     states: StateSize | None = None
 
 
@@ -438,6 +439,7 @@ def open_graph_executor(
         round_costs=round_costs,
         refresh_costs=refresh_costs,
         mixed_tokens=executor.mixed_tokens,
+        max_expanded_tokens=executor.max_expanded_tokens,
         states=states,
     )
 

@@ -222,6 +222,7 @@ def _scheduling(
         is_draft_adaptive=drafter_factory.is_adaptive,
         round_costs=opened.round_costs,
         mixed_tokens=opened.mixed_tokens,
+        max_expanded_tokens=opened.max_expanded_tokens,
         view_layout=layout,
         view_costs=None if layout is None else view_costs(layout, model, opened.refresh_costs),
         has_draft_kv=drafter_factory.needs_draft_kv,

@@ -13,7 +13,7 @@ from drift_sdk._kernels.attention import exact_prefill as in_triton
 from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.prefill import cuda_prefill_attention, has_cuda_prefill
-from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD, Partitions
 
 pytestmark = pytest.mark.kernel
 
@@ -33,6 +33,18 @@ SHAPES = [
 """Heads, KV heads and dimensions of a head, and rows of a tile."""
 
 
+WINDOWS = [
+    ((32, 8, 128), 128, 1024),
+    ((32, 8, 128), 64, 1024),
+    ((14, 2, 64), 128, 128),
+    ((9, 3, 64), 64, 100),
+    ((8, 4, 256), 64, 1024),
+    ((6, 1, 256), 64, 65),
+    ((6, 1, 256), 64, 4096),
+]
+"""As SHAPES, with the keys that a row sees."""
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Prompt, int], torch.Tensor]:
     """Attention of a prompt by the kernel in Triton."""
@@ -43,7 +55,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Prompt, int], torch.Tens
             config = ExactPrefillConfig(tile_rows=tile_rows)
             if prompt.query.shape[2] > 128:
                 config = exact_prefill_config(prompt.query.shape[2], prompt.query.dtype)
-            return prompt.exact(config, Partitions())
+            return prompt.exact(config, Partitions.of_layer(prompt.query.shape[2], prompt.window))
 
     return attend
 
@@ -84,9 +96,61 @@ def test_sums_of_all_shapes(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("block_size", [64, 256])
+@pytest.mark.parametrize(("heads", "tile_rows", "window"), WINDOWS, ids=str)
+def test_sums_of_windows(
+    heads: tuple[int, int, int],
+    tile_rows: int,
+    window: int,
+    block_size: int,
+    has_sinks: bool,
+    alone: Callable[[Prompt, int], torch.Tensor],
+    device: str,
+) -> None:
+    """With NaN in all blocks that no row sees, also in those before the window."""
+    for chunks in CHUNKS:
+        prompt = Prompt(
+            chunks, heads, block_size, device, torch.bfloat16, MAX_KEYS, window=window, has_sinks=has_sinks
+        )
+        for slot, start, _ in chunks:
+            passed = prompt.table[slot, : max(start - window + 1, 0) // block_size].long()
+            prompt.keys[passed] = prompt.values[passed] = torch.nan
+        exact = attend(prompt, tile_rows, Partitions.of_layer(heads[2], window))
+        assert torch.equal(exact, alone(prompt, tile_rows)), chunks
+        assert not exact.isnan().any()
+        assert not has_cuda_prefill(prompt.layer(), tile_rows, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("block_size", [64, 256])
+@pytest.mark.parametrize("heads", [(8, 2, 512), (3, 1, 512), (32, 4, 512)], ids=str)
+def test_sums_of_wide_heads(
+    heads: tuple[int, int, int],
+    block_size: int,
+    has_sinks: bool,
+    alone: Callable[[Prompt, int], torch.Tensor],
+    device: str,
+) -> None:
+    for chunks in CHUNKS:
+        prompt = Prompt(chunks, heads, block_size, device, torch.bfloat16, MAX_KEYS, has_sinks=has_sinks)
+        exact = attend(prompt, 64, Partitions.of_layer(512, 0))
+        assert torch.equal(exact, alone(prompt, 64)), chunks
+        assert_near(exact, prompt)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "tile_rows"),
-    [((3, 1, 128), 64), ((3, 1, 128), 128), ((4, 2, 64), 64), ((4, 2, 64), 128), ((6, 1, 256), 64)],
+    [
+        ((3, 1, 128), 64),
+        ((3, 1, 128), 128),
+        ((4, 2, 64), 64),
+        ((4, 2, 64), 128),
+        ((6, 1, 256), 64),
+        ((2, 1, 512), 64),
+    ],
     ids=str,
 )
 def test_a_cta_goes_through_tiles_of_different_lengths(
@@ -100,8 +164,10 @@ def test_a_cta_goes_through_tiles_of_different_lengths(
     for num_chunks in (200, 700):
         chunks = [(i % 4, 0, 1 + i * 37 % 191) for i in range(num_chunks)]
         prompt = Prompt(chunks, heads, 64, device, torch.bfloat16, MAX_KEYS)
-        assert torch.equal(attend(prompt, tile_rows, Partitions(), num_unused=50), alone(prompt, tile_rows))
-        assert_near(attend(prompt, tile_rows, None, num_unused=50), prompt)
+        partitions = Partitions.of_layer(heads[2], 0)
+        assert torch.equal(attend(prompt, tile_rows, partitions, num_unused=50), alone(prompt, tile_rows))
+        if heads[2] <= WIDE_HEAD:
+            assert_near(attend(prompt, tile_rows, None, num_unused=50), prompt)
 
 
 @pytest.mark.gpu

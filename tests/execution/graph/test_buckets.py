@@ -7,20 +7,44 @@ import numpy as np
 import pytest
 import torch
 
-from drift_sdk.execution.graph.buckets import GraphBuckets
+from drift_sdk.execution.graph.buckets import GraphBuckets, max_expanded_tokens
 from drift_sdk.execution.graph.step_launcher import StepLauncher, fill_mixed, fill_slots
-from drift_sdk.steps import MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk, StepPlan
+from drift_sdk.families import read_spec
+from drift_sdk.steps import EXPANDED_TILE, MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk, StepPlan
+from perf.harness.published import PUBLISHED
 
 
 def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
     decoder: Any = SimpleNamespace(
-        spec=SimpleNamespace(max_head_dim=128, recurrent_layers=()),
+        spec=SimpleNamespace(max_head_dim=128, recurrent_layers=(), attention=None),
         dtype=torch.bfloat16,
     )
     limits = ExecutorLimits(
         max_num_seqs=max_num_seqs, max_model_len=4096, num_blocks=64, block_size=64, vocab_size=100
     )
     return GraphBuckets.of(decoder, limits, budget, **{"is_exact": False} | options)
+
+
+@pytest.mark.parametrize(
+    ("model", "has_scales", "max_model_len", "expected"),
+    [
+        ("glm-4.7-flash", False, 100_000, 52_352),
+        ("glm-4.7-flash", False, 200, 2 * EXPANDED_TILE * 3),
+        ("glm-4.7-flash", True, 100_000, 0),
+        ("deepseek-v3-4-layers", False, 100_000, 0),
+        ("qwen3-8b", False, 40_000, 0),
+    ],
+)
+def test_expanded_keys_are_bounded(model: str, has_scales: bool, max_model_len: int, expected: int) -> None:
+    decoder: Any = SimpleNamespace(
+        spec=read_spec(PUBLISHED[model]),
+        dtype=torch.bfloat16,
+        weights=SimpleNamespace(kv_scales=object() if has_scales else None),
+    )
+    limits = ExecutorLimits(
+        max_num_seqs=3, max_model_len=max_model_len, num_blocks=64, block_size=64, vocab_size=100
+    )
+    assert max_expanded_tokens(decoder, limits) == expected
 
 
 @pytest.mark.parametrize(

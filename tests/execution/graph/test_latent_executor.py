@@ -35,17 +35,18 @@ from drift_sdk.execution.drafter_factory import (
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
-from drift_sdk.execution.forward import channels, latent_attention
+from drift_sdk.execution.forward import attention, channels, latent_attention
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
-from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions, StartupHooks
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.kv_cache import KVScales
+from drift_sdk.scheduling import planning
 from drift_sdk.spec.model import Router
 from drift_sdk.speculation import NGram
-from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
+from drift_sdk.steps import EXPANDED_TILE, ExecutorLimits, SlotSampling, StepPlan, StepResult
 
 pytestmark = [
     pytest.mark.kernel,
@@ -71,6 +72,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+EXPANDED = CONFIG | {"v_head_dim": 20}
 NO_RANK = CONFIG | {"q_lora_rank": None, "attention_bias": True, "num_attention_heads": 5}
 LIMITS = ExecutorLimits(vocab_size=96, max_num_seqs=3, max_model_len=96, num_blocks=24, block_size=16)
 BUDGET, NUM_DRAFTS = 32, 2
@@ -160,6 +162,90 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
         for output, other in zip(outputs, others, strict=True):
             for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):
                 assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
+
+
+@pytest.fixture
+def _expands_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts are expanded too, but for their last tokens."""
+    monkeypatch.setattr(planning, "MIN_EXPANDED_PROMPT", 2)
+    monkeypatch.setattr(planning, "EXPANDED_TILE", 4)
+
+
+@pytest.mark.usefixtures("_expands_all")
+def test_expanded_prompts_equal_those_of_the_eager_executor() -> None:
+    decoder = decoder_of(EXPANDED)
+    expected_tokens, expected = run(EagerExecutor(decoder, LIMITS), 4)
+    executor = graph_executor(decoder)
+    mixed = executor._graphs.mixed.values()
+    tokens, found = run(executor, 4)
+    assert tokens == expected_tokens
+    assert len({token for each in tokens for token in each}) > 8
+    assert sum(replay.num_launches for replay in mixed) > 0
+    chunks = [(chunk, bool(plan.decode)) for plan, _ in found for chunk in plan.prefill]
+    assert {is_mixed for chunk, is_mixed in chunks if chunk.num_expanded} == {False, True}
+    assert any(0 < chunk.num_expanded < len(chunk.token_ids) for chunk, _ in chunks)
+    assert any(chunk.start and chunk.num_expanded for chunk, _ in chunks)
+    for (_, result), (_, expected_result) in zip(found, expected, strict=True):
+        outputs, others = result.prefill + result.decode, expected_result.prefill + expected_result.decode
+        for output, other in zip(outputs, others, strict=True):
+            for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):
+                assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
+
+
+@pytest.mark.usefixtures("_expands_all", "steady_dots")
+def test_expanded_prompts_have_the_same_bits_alone_and_in_a_crowd() -> None:
+    """The last prompt is another one with its answer, of which no row is shared."""
+    decoder = decoder_of(EXPANDED)
+
+    def logprobs(requests: list[tuple[list[int], SlotSampling]]) -> list[list[Any]]:
+        found: dict[int, list[Any]] = {}
+        options = GraphOptions(prefill_token_budget=BUDGET)
+        executor = GraphExecutor(InterpretedDevice(), decoder, LIMITS, TunedTable(), options)
+        slots: dict[int, int] = {}
+
+        def note(plan: StepPlan, result: StepResult) -> None:
+            slots.update({each.slot: each.arrival for each in plan.assignments})
+            rows = zip([*plan.prefill, *plan.decode], [*result.prefill, *result.decode], strict=True)
+            for row, output in rows:
+                found.setdefault(slots[row.slot], []).extend(output.logprobs or ())
+
+        run_scheduled(executor, requests, prefill_token_budget=BUDGET, on_step=note)
+        executor.close()
+        return [found[index] for index in range(len(requests))]
+
+    requests = requests_of(6)[:4]
+    alone = [logprobs([request])[0] for request in requests]
+    answer = [entry.token_id for entry in alone[0]]
+    turn = [*requests[0][0], *answer, 7, 8]
+    requests.append((turn, sampling_of(len(turn), 6, num_logprobs=1)))
+    alone += logprobs(requests[-1:])
+    assert logprobs(requests) == alone
+    assert len({entry.token_id for each in alone for entry in each}) > 8
+
+
+def test_an_executor_with_the_limits_of_another_expands_as_many_keys() -> None:
+    """As an engine that wakes up: the first one got fewer blocks than it made its buffers for."""
+    decoder, options = decoder_of(EXPANDED), GraphOptions(prefill_token_budget=16)
+    limits = msgspec.structs.replace(LIMITS, max_num_seqs=1, max_model_len=3 * EXPANDED_TILE, num_blocks=24)
+    hooks = StartupHooks(fit_blocks=lambda num_graphs: (EXPANDED_TILE // limits.block_size, 0))
+    first = GraphExecutor(InterpretedDevice(), decoder, limits, TunedTable(), options, hooks=hooks)
+    assert first.limits.max_model_len == first.max_expanded_tokens == EXPANDED_TILE
+    second = GraphExecutor(InterpretedDevice(), decoder, first.limits, TunedTable(), options)
+    assert second.max_expanded_tokens == first.max_expanded_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_expands_all")
+def test_keys_of_another_head_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, expand = decoder_of(EXPANDED), attention.expand_latents
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+
+    def expand_wrongly(*args: Any) -> None:
+        expand(*args[:3], args[3].roll(1, 0), *args[4:])
+
+    monkeypatch.setattr(attention, "expand_latents", expand_wrongly)
+    found, _ = run(graph_executor(decoder), 4)
+    assert found != expected
 
 
 @pytest.mark.slow

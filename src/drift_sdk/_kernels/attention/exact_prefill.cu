@@ -1,10 +1,11 @@
 // Sums of attention of prompts with the bits of decoding: prefill.py describes it. Follows prefill_rows.cu.
 // Macros: NARROW, NARROW_END, NUM_DOUBLINGS: of partitions, which consist of whole tiles of KEYS keys.
 //
-// Order of summation: that of softmax.py, in which a tile has PART_KEYS keys. Sums of all partitions before are
+// Order of summation: that of softmax.py, in which a tile has PART_KEYS keys. With a window, the first tile is that of
+// the first key that a row of the tile sees. Sums of all partitions before are
 // in shared memory; those of a partition are in registers.
 
-constexpr int PART_KEYS = 64, PARTS = KEYS / PART_KEYS;  // of a tile of keys
+constexpr int PART_KEYS = KEYS < 64 ? KEYS : 64, PARTS = KEYS / PART_KEYS;  // of a tile of keys
 
 // The softmax of a thread's two rows: of the partition, and of all partitions before it.
 struct Softmax {
@@ -123,17 +124,17 @@ __device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r
     return end % width == 0;
   };
 
-  const int num_tiles = r.tile.num_tiles();
+  const int first_tile = r.tile.first_tile(), num_tiles = r.tile.num_tiles();
   r.start_scores();
   wait_for_wgmma<0>();
   r.end_scores();
-  r.mask_scores(0);
+  r.mask_scores(first_tile);
   take_scores(0);
   if constexpr (PARTS == 2) take_scores(1);
   r.round_probabilities();
   bool is_first = true;
 #pragma unroll 1
-  for (int key_tile = 0; key_tile + 1 < num_tiles; key_tile++) {
+  for (int key_tile = first_tile; key_tile + 1 < num_tiles; key_tile++) {
     r.start_scores();
     if (!is_first) rescale_sums(0);
     r.wait_for_values(key_tile);

@@ -456,6 +456,10 @@ def wide_prefill_attention(
     layer.check(max_first_key=0, has_strides=True)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
     check_range("head_dim", layer.head_dim, WIDE_HEAD + 1)
+    if has_cuda_prefill(layer, tile_rows, partitions):
+        cuda_prefill_attention(layer, tiles, tile_rows, partitions)
+        return
+
     part_rows, arguments = min(tile_rows, PART_ROWS), layer.kernel_arguments()
     num_parts = arguments["NUM_PARTS"]
     num_shares = num_parts if num_parts > 1 else VALUE_SHARES

@@ -25,21 +25,23 @@ store; a program without rows does so by ending.
 Attention of prompt chunks in CUDA C++: that of `prefill_attention`, and bit for bit that of
 `exact_prefill_attention`.
 
-On GPUs of compute capability 9.0, for bfloat16 and heads of 64, 128 or 256 dimensions. Keys and values come
-by the copy engine ahead of the products. The warp that starts the copies computes nothing for a single copy,
-so that it starts as soon as its place is free. The softmax of a tile is computed while the values of the tile
-before are multiplied: with partitions by parts of 64 keys; without them, two warpgroups start their products
-in turns.
+On GPUs of compute capability 9.0, for bfloat16 and heads of 64, 128 or 256 dimensions. In decoding's order,
+they may have a window, and there are heads of 512 dimensions, whose values are divided between two CTAs. Keys
+and values come by the copy engine ahead of the products. The warp that starts the copies computes nothing for
+a single copy, so that it starts as soon as its place is free. The softmax of a tile is computed while the
+values of the tile before are multiplied: with partitions by parts of 64 keys; without them, two warpgroups
+start their products in turns.
 
 Order of summation: with partitions, that of softmax.py. Scores and values are products of wgmma, the
 denominator one with 8 columns of ones. Without, tiles of keys in ascending order, wherever a chunk began.
 
-Grid: (query heads, CTAs). A CTA goes through tiles of 64 or 128 rows, so that the unused tiles of a step's
-table need no CTAs of their own. Few rows have small tiles, which fill more multiprocessors. Of many rows, the
-heads that share keys run together, before others.
+Grid: (query heads times the CTAs that divide the values of one, CTAs). A CTA goes through tiles of 64 or 128
+rows, so that the unused tiles of a step's table need no CTAs of their own. Few rows have small tiles, which
+fill more multiprocessors. Of many rows, the heads that share keys run together, before others. With a window,
+a tile of rows begins with the tile of the first key that one of them sees.
 
 Bytes: a tile of rows reads the keys and values that it sees, from the L2 cache where other heads and tiles
-have read them. Flops: 4 * num_heads * head_dim for each pair of a row and a key.
+have read them. Flops: 4 * num_heads * head_dim for each pair of a row and a key, 6 with heads of 512.
 
 Dependent launch: a CTA waits before it reads anything, and then permits its dependents to start. Attention of
 other rows fills the multiprocessors that few chunks leave idle (see `paged_attention`).
@@ -76,11 +78,16 @@ TILE_FIELDS = 4
 """Numbers of a tile: slot (-1: unused tile), first row, number of rows, position of the first row."""
 
 
-def prefill_tiles(chunks: Sequence[tuple[int, int, int]], tile_rows: int, out: npt.NDArray[np.int32]) -> int:
+def prefill_tiles(
+    chunks: Sequence[tuple[int, int, int]],
+    tile_rows: int,
+    out: npt.NDArray[np.int32],
+    firsts: Sequence[int] | None = None,
+) -> int:
     """Cut chunks into tiles of `tile_rows` rows, the last tile of a chunk being shorter.
 
-    chunks: (slot, start, num_rows) each, where start is the position of the first row; the rows of all chunks
-    follow one another in the step.
+    chunks: (slot, start, num_rows) each, where start is the position of the first row.
+    firsts: the first row of each chunk in the step; None: the rows of all chunks follow one another.
     out: int32 [max_tiles, 4], gets the tiles, those that see the most keys first, so that no long one starts
     last; then slot -1 to the end. num_rows // tile_rows + len(chunks) tiles are always enough, num_rows being
     the rows of all chunks.
@@ -98,7 +105,8 @@ def prefill_tiles(chunks: Sequence[tuple[int, int, int]], tile_rows: int, out: n
     row_in_chunk = (np.arange(num_tiles) - first_tile) * tile_rows
     num_rows = np.minimum(sizes[chunk] - row_in_chunk, tile_rows)
     position = starts[chunk] + row_in_chunk
-    first_row = (sizes.cumsum() - sizes)[chunk] + row_in_chunk
+    first_of_chunk = sizes.cumsum() - sizes if firsts is None else np.array(firsts, dtype=np.int32)
+    first_row = first_of_chunk[chunk] + row_in_chunk
     most_keys_first = np.argsort(-(position + num_rows), kind="stable")
     out[:num_tiles] = np.stack((slots[chunk], first_row, num_rows, position), axis=1)[most_keys_first]
     out[num_tiles:, 0] = -1
@@ -175,10 +183,10 @@ ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
 ROWS, BOX_KEYS, HALF_DIM = 64, 64, 64
 """Rows of a warpgroup; keys that are copied at a time; dimensions of a head that lie side by side in shared
 memory."""
-KEYS = {64: 128, 128: 128, 256: 64}
+KEYS = {64: 128, 128: 128, 256: 64, 512: 32}
 """Keys of a tile by dimensions of a head. Registers hold the sums of 64 rows' values and scores of a tile."""
-PART_KEYS = 64
-"""Keys of a tile in decoding's order of summation."""
+MOST_VALUE_DIM = 256
+"""Most dimensions of values of a CTA. Wide heads have two CTAs, which both compute all scores."""
 MAX_SUMS = 16_384
 """Sums of values that a CTA may have: of all partitions in shared memory, of one in registers."""
 NUM_STAGES = 2
@@ -209,12 +217,14 @@ def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitio
     if query.device.type != "cuda" or query.dtype != torch.bfloat16 or layer.kv.keys.dtype != torch.bfloat16:
         return False
 
-    has_shape = tile_rows in LAUNCHES and layer.head_dim in KEYS and tile_rows * layer.head_dim <= MAX_SUMS
+    value_dim = min(layer.head_dim, MOST_VALUE_DIM)
+    has_shape = tile_rows in LAUNCHES and layer.head_dim in KEYS and tile_rows * value_dim <= MAX_SUMS
     has_rows = query.stride(0) * query.element_size() % ALIGNMENT == 0 and query.data_ptr() % ALIGNMENT == 0
-    if layer.window or layer.first_key or not has_shape or not has_rows or layer.kv.block_size % BOX_KEYS:
+    if layer.first_key or not has_shape or not has_rows or layer.kv.block_size % BOX_KEYS:
         return False
 
-    if partitions is not None and not _has_whole_tiles(layer.head_dim, partitions):
+    is_other = layer.window > 0 or layer.head_dim > MOST_VALUE_DIM
+    if is_other if partitions is None else not _has_whole_tiles(layer.head_dim, partitions):
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.
@@ -234,12 +244,15 @@ def cuda_prefill_attention(
     from drift_sdk._kernels.launch.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
 
     options, num_warpgroups, head_dim = LAUNCHES[tile_rows], tile_rows // ROWS, layer.head_dim
-    stage_bytes = (tile_rows + 2 * NUM_STAGES * KEYS[head_dim]) * head_dim * 2
+    value_dim, tile_keys = min(head_dim, MOST_VALUE_DIM), KEYS[head_dim]
+    stage_bytes = (tile_rows * head_dim + NUM_STAGES * tile_keys * (head_dim + value_dim)) * 2
     shared_bytes = stage_bytes + ONES_BYTES + BARRIER_BYTES
     sizes = (num_warpgroups, NUM_STAGES, options.copy_registers, options.registers)
     macros = {
         "DIM": head_dim,
-        "KEYS": KEYS[head_dim],
+        "VALUE_DIM": value_dim,
+        "KEYS": tile_keys,
+        "WINDOW": layer.window,
         "ATTEND": f"attend<{', '.join(map(str, sizes))}>",
         "THREADS": options.num_threads,
     }
@@ -249,23 +262,25 @@ def cuda_prefill_attention(
             "NARROW_END": partitions.narrow_end,
             "NUM_DOUBLINGS": partitions.num_doublings,
         }
-        shared_bytes += tile_rows * head_dim * 4
+        shared_bytes += tile_rows * value_dim * 4
     files = FILES if partitions is None else EXACT_FILES
     kernel = CudaKernel(files, "attend_prompts", tuple((name, str(value)) for name, value in macros.items()))
     keys, values = (
-        Boxes(cache.view(prod(cache.shape[:-1]), head_dim), BOX_KEYS, HALF_DIM)
+        Boxes(cache.view(prod(cache.shape[:-1]), head_dim), min(BOX_KEYS, tile_keys), HALF_DIM)
         for cache in (layer.kv.keys, layer.kv.values)
     )
     # As many CTAs as one chunk of all rows has tiles, at least one for each multiprocessor. Several chunks
     # may have more tiles; some CTAs then take several.
     num_rows, num_tiles = layer.query.shape[0], tiles.shape[0]
-    filling = -(-gpu_limits().num_multiprocessors // layer.num_heads)
+    shares = head_dim // value_dim
+    num_heads, group = layer.num_heads * shares, layer.group * shares
+    filling = -(-gpu_limits().num_multiprocessors // num_heads)
     num_ctas = min(num_tiles, max(filling, -(-num_rows // tile_rows)))
     # Where the heads that share keys fill the GPU, the L2 cache holds their keys until all rows are done.
-    is_filled = num_ctas * layer.group >= gpu_limits().num_multiprocessors
+    is_filled = num_ctas * group >= gpu_limits().num_multiprocessors
     launch_kernel(
         compile_kernel(kernel, layer.query.device.index or 0, shared_bytes),
-        (layer.num_heads, num_ctas),
+        (num_heads, num_ctas),
         options.num_threads,
         shared_bytes,
         layer.query,
@@ -282,7 +297,7 @@ def cuda_prefill_attention(
         layer.kv.num_heads,
         layer.group,
         layer.kv.block_size,
-        layer.group if is_filled else layer.num_heads,
+        group if is_filled else num_heads,
     )
     _note(layer, tiles)
 
@@ -307,7 +322,8 @@ def _note(layer: LayerAttention, tiles: Tensor) -> None:
 
 def _has_whole_tiles(head_dim: int, partitions: Partitions) -> bool:
     """Return True if no tile of keys reaches across a border. All borders are multiples of `narrow`."""
-    return partitions.tile == PART_KEYS and partitions.narrow % KEYS[head_dim] == 0
+    tile_keys = KEYS[head_dim]
+    return partitions.tile == min(tile_keys, BOX_KEYS) and partitions.narrow % tile_keys == 0
 
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)

@@ -32,13 +32,14 @@ __device__ __forceinline__ void attend(const PrefillArguments& a, const TensorMa
     give_registers<COPY_REGISTERS>();
     if (threadIdx.x / 32 > WARPGROUPS * 4) return;
     Turn<STAGES> keys{0, 1}, values{0, 1};
-    while (tiles.advance()) copy_tiles(a, shared, keys_map, values_map, tiles.tile, tiles.head, keys, values);
+    while (tiles.advance())
+      copy_tiles(a, shared, keys_map, values_map, tiles.tile, tiles.head, tiles.share, keys, values);
     return;
   }
   take_registers<REGISTERS>();
   Turn<STAGES> keys{0, 0}, values{0, 0};
   auto attend_tile = [&]() {
-    WarpgroupRows<WARPGROUPS, STAGES> own(a, shared, tiles.tile, tiles.head, warpgroup, keys, values);
+    WarpgroupRows<WARPGROUPS, STAGES> own(a, shared, tiles, warpgroup, keys, values);
     if (own.rows.num_rows <= 0) {
       own.pass_tiles();
       return;
@@ -53,7 +54,8 @@ __device__ __forceinline__ void attend(const PrefillArguments& a, const TensorMa
 }
 
 // The kernel that a program is compiled for: ATTEND is the function above with its template arguments. Grid: (query
-// heads, any number). keys_map, values_map: of the cache as a matrix of rows, in boxes of 64 rows and 64 columns.
+// heads times SHARES, any number). keys_map, values_map: of the cache as a matrix of rows, in boxes of BOX_KEYS rows and 64
+// columns.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend_prompts(const u16* query, const __grid_constant__ TensorMap keys_map,
                    const __grid_constant__ TensorMap values_map, const int* block_table, const int* tiles,

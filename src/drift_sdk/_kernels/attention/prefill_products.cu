@@ -2,7 +2,7 @@
 
 #define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define EIGHT(n) FOUR(n), FOUR(n + 1), FOUR(n + 2), FOUR(n + 3), FOUR(n + 4), FOUR(n + 5), FOUR(n + 6), FOUR(n + 7)
-// Scores of 64 queries and 128 or 64 keys: d += a * b, or d = a * b. Both are rows of shared memory, see `descriptor`.
+// Scores of 64 queries and 128, 64 or 32 keys: d += a * b, or d = a * b. Both are rows of shared memory, see `descriptor`.
 __device__ __forceinline__ void multiply_keys(float (&d)[16][4], u64 a, u64 b, int is_added) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -22,6 +22,15 @@ __device__ __forceinline__ void multiply_keys(float (&d)[8][4], u64 a, u64 b, in
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "%32, %33, p, 1, 1, 0, 0;}"
       : EIGHT(0)
+      : "l"(a), "l"(b), "r"(is_added));
+}
+
+__device__ __forceinline__ void multiply_keys(float (&d)[4][4], u64 a, u64 b, int is_added) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, p, 1, 1, 0, 0;}"
+      : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
       : "l"(a), "l"(b), "r"(is_added));
 }
 

@@ -32,18 +32,18 @@ template <int WARPGROUPS, int STAGES> struct WarpgroupRows {
   const PrefillArguments& a;
   const Shared<WARPGROUPS, STAGES>& shared;
   const RowTile tile, rows;  // of the CTA, and those of them that this warpgroup has, maybe none
-  const int head, warpgroup, thread, lane, row;
+  const int head, value_share, warpgroup, thread, lane, row;
   Turn<STAGES>&keys, &values;
   u8* const queries;
   float score[KEYS / 8][4];
   u32 share[KEYS / 16][4];
 
   __device__ __forceinline__ WarpgroupRows(const PrefillArguments& a, const Shared<WARPGROUPS, STAGES>& shared,
-                                           const RowTile& tile, int head, int warpgroup, Turn<STAGES>& keys,
+                                           const RowTiles& tiles, int warpgroup, Turn<STAGES>& keys,
                                            Turn<STAGES>& values)
-      : a(a), shared(shared), tile(tile), rows(tile.from(warpgroup * ROWS)), head(head), warpgroup(warpgroup),
-        thread(threadIdx.x & 127), lane(threadIdx.x & 31), row(thread / 32 * 16 + lane / 4), keys(keys),
-        values(values), queries(shared.queries(warpgroup)) {}
+      : a(a), shared(shared), tile(tiles.tile), rows(tile.from(warpgroup * ROWS)), head(tiles.head),
+        value_share(tiles.share), warpgroup(warpgroup), thread(threadIdx.x & 127), lane(threadIdx.x & 31),
+        row(thread / 32 * 16 + lane / 4), keys(keys), values(values), queries(shared.queries(warpgroup)) {}
 
   __device__ __forceinline__ void load_queries() {
     const u16* const query = a.query + static_cast<u64>(rows.first_row) * a.query_stride + head * DIM;
@@ -83,13 +83,16 @@ template <int WARPGROUPS, int STAGES> struct WarpgroupRows {
   // Scores of keys that a row does not see become -inf.
   __device__ __forceinline__ void mask_scores(int key_tile) {
     const int first_key = key_tile * KEYS;
-    if (first_key + KEYS <= rows.position + 1) return;
+    const bool is_early = WINDOW > 0 && first_key <= rows.position + ROWS - 1 - WINDOW;
+    if (first_key + KEYS <= rows.position + 1 && !is_early) return;
     const int seen = rows.position + row - first_key - lane % 4 * 2;  // the last column that the row sees
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-      for (int e = 0; e < 4; e++)
-        if (n * 8 + e % 2 > seen + e / 2 * 8) score[n][e] = NOTHING;
+      for (int e = 0; e < 4; e++) {
+        const int column = n * 8 + e % 2, last = seen + e / 2 * 8;
+        if (column > last || (WINDOW > 0 && column <= last - WINDOW)) score[n][e] = NOTHING;
+      }
   }
 
   // The highest score of row + 8 * h in fragments from `first` on.
@@ -123,9 +126,9 @@ template <int WARPGROUPS, int STAGES> struct WarpgroupRows {
     const int num_valid = tile.num_keys() - key_tile * KEYS;
     if (num_valid >= KEYS) return;
 #pragma unroll 1
-    for (int i = thread; i < (KEYS - num_valid) * PIECES; i += 128)
+    for (int i = thread; i < (KEYS - num_valid) * VALUE_PIECES; i += 128)
       *reinterpret_cast<uint4*>(shared.values(values.stage) +
-                                place_of<KEYS>(num_valid + i / PIECES, i % PIECES)) = uint4{0, 0, 0, 0};
+                                place_of<KEYS>(num_valid + i / VALUE_PIECES, i % VALUE_PIECES)) = uint4{0, 0, 0, 0};
     fence_stores();
     sync_warpgroup(warpgroup);
   }
@@ -145,7 +148,7 @@ template <int WARPGROUPS, int STAGES> struct WarpgroupRows {
   // Lets the tiles of keys pass, of which this warpgroup needs none.
   __device__ __forceinline__ void pass_tiles() {
 #pragma unroll 1
-    for (int key_tile = 0; key_tile < tile.num_tiles(); key_tile++) {
+    for (int key_tile = tile.first_tile(); key_tile < tile.num_tiles(); key_tile++) {
       wait_for_phase(shared.barrier(KEYS_FULL, keys.stage), keys.parity);
       if (lane == 0) arrive(shared.barrier(KEYS_EMPTY, keys.stage));
       keys.advance(1);
@@ -181,10 +184,10 @@ template <int WARPGROUPS, int STAGES> struct WarpgroupRows {
     }
     sync_warpgroup(warpgroup);
     const int num_heads = a.num_kv_heads * a.group;
-    u16* const out = a.out + (static_cast<u64>(rows.first_row) * num_heads + head) * DIM;
+    u16* const out = a.out + (static_cast<u64>(rows.first_row) * num_heads + head) * DIM + value_share * VALUE_DIM;
 #pragma unroll
-    for (int i = 0; i < ROWS * PIECES / 128; i++) {
-      const int r = (i * 128 + thread) / PIECES, piece = thread % PIECES;
+    for (int i = 0; i < ROWS * VALUE_PIECES / 128; i++) {
+      const int r = (i * 128 + thread) / VALUE_PIECES, piece = thread % VALUE_PIECES;
       if (r < rows.num_rows)
         *reinterpret_cast<uint4*>(out + static_cast<u64>(r) * num_heads * DIM + piece * 8) =
             *reinterpret_cast<const uint4*>(queries + place_of<ROWS>(r, piece));

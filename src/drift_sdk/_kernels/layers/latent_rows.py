@@ -172,6 +172,7 @@ def _split_queries(
     row_position_ptr,  # [R] int32
     plain_ptr,  # [R, NUM_HEADS, PLAIN_DIM], storage type
     query_ptr,  # [R, NUM_HEADS, QUERY_DIM], storage type: the last 2 * HALF elements of heads are written
+    whole_ptr,  # [R, NUM_HEADS, PLAIN_DIM + 2 * HALF], storage type, or None
     slice_stride,
     row_stride,
     NUM_HEADS: tl.constexpr,
@@ -211,6 +212,11 @@ def _split_queries(
     new_high = rotate_pairs(high, cosines, low, sines, DTYPE)
     tl.store(query_ptrs, tl.where(slot < 0, 0.0, new_low), mask=is_half)
     tl.store(query_ptrs + HALF, tl.where(slot < 0, 0.0, new_high), mask=is_half)
+    if whole_ptr is not None:
+        whole_ptrs = whole_ptr + (row * NUM_HEADS + head) * (PLAIN_DIM + 2 * HALF)
+        tl.store(whole_ptrs + dim, tl.where(slot < 0, 0.0, plain).to(DTYPE), mask=is_dim)
+        tl.store(whole_ptrs + PLAIN_DIM + half, tl.where(slot < 0, 0.0, new_low), mask=is_half)
+        tl.store(whole_ptrs + PLAIN_DIM + HALF + half, tl.where(slot < 0, 0.0, new_high), mask=is_half)
 
 
 def store_latents(
@@ -305,12 +311,14 @@ def split_queries(
     sin: Tensor,
     plain: Tensor,
     query: Tensor,
+    whole: Tensor | None = None,
 ) -> None:
     """Take the heads of queries apart: plain parts to `plain`, rotated ones to the ends of heads of `query`.
 
     product: [R, W] or partial sums, as of `store_latents`, without bias; the first columns are the heads,
     each a plain part [plain_dim] and a rotated part.
     plain: [R, num_heads, plain_dim]. query: [R, num_heads, query_dim], of which the other elements stay.
+    whole: [R, num_heads, plain_dim + rotary_dim], gets both parts, or None.
     Rows with a negative slot are padding: they get zeros. The other arguments as of `store_latents`.
     Raises ValueError for another shape, type or layout.
     """
@@ -325,6 +333,7 @@ def split_queries(
 
     check_tensor("plain", plain, (num_rows, num_heads, plain_dim), dtype)
     check_tensor("query", query, (num_rows, num_heads, query_dim), dtype)
+    check_tensors((num_rows, num_heads, plain_dim + 2 * half), dtype, whole=whole)
     check_tensors(cos.shape, dtype, cos=cos, sin=sin)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     padded_plain, padded_half = next_power_of_2(plain_dim), next_power_of_2(half)
@@ -337,6 +346,7 @@ def split_queries(
         row_position_ptr=row_position,
         plain_ptr=plain,
         query_ptr=query,
+        whole_ptr=whole,
         slice_stride=slices.slice_stride,
         row_stride=product.stride(-2),
         NUM_HEADS=num_heads,
@@ -364,6 +374,7 @@ def _multiply_heads(
     x_ptr,  # [M, NUM_HEADS, K], storage type
     weight_ptr,  # [NUM_HEADS, N, K], storage type, of the strides below
     out_ptr,  # [M, NUM_HEADS, N], storage type; OUT_STRIDE elements from head to head
+    left_out_ptr,  # [M] int32, not 0 for rows that are left out, or None
     M,  # rows
     NUM_HEADS: tl.constexpr,
     N: tl.constexpr,
@@ -388,6 +399,11 @@ def _multiply_heads(
     weight_ptrs = weight_ptr + head.to(tl.int64) * HEAD_STRIDE + column[:, None] * COLUMN_STRIDE
     x_ptrs = x_ptr + ((row * NUM_HEADS + head) * K)[:, None]
     wait_for_producers(PDL)
+    if left_out_ptr is not None:
+        is_row = is_row & (tl.load(left_out_ptr + row, mask=is_row, other=1) == 0)
+        if tl.max(is_row.to(tl.int32)) == 0:
+            return
+
     total = tl.zeros((TILE_N, TILE_M), tl.float32)
     for k in tl.range(0, K, TILE_K, num_stages=NUM_STAGES):
         index = (k + inner)[None, :]
@@ -402,12 +418,13 @@ def _multiply_heads(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
 
 
-def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def multiply_heads(x: Tensor, weight: Tensor, out: Tensor, left_out: Tensor | None = None) -> None:
     """The product of each head's rows with its matrix, in `out`.
 
     x: [M, num_heads, K], contiguous. weight: [num_heads, N, K], whose last two dimensions may have any
     strides. out: [M, num_heads, N], the beginnings of heads of a contiguous [M, num_heads, N or more]. All of
-    one type. Raises ValueError for another shape, type or layout.
+    one type. left_out: [M] int32, not 0 for rows that are neither read nor written; None: there are none.
+    Raises ValueError for another shape, type or layout.
     """
     (num_rows, num_heads, inner), num_columns = x.shape, weight.shape[1]
     check_tensor("x", x, x.shape, weight.dtype)
@@ -422,11 +439,13 @@ def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
         expected = [num_rows, num_heads, num_columns]
         raise ValueError(f"out: {found}: expected {expected} {x.dtype}, the beginnings of heads")
 
+    check_tensors((num_rows,), torch.int32, left_out=left_out)
     tile_m = min(max(next_power_of_2(num_rows), 16), MOST_ROWS)
     _multiply_heads[(num_heads * cdiv(num_columns, TILE_N), cdiv(num_rows, tile_m))](
         x_ptr=x,
         weight_ptr=weight,
         out_ptr=out,
+        left_out_ptr=left_out,
         M=num_rows,
         NUM_HEADS=num_heads,
         N=num_columns,

@@ -28,8 +28,9 @@ from drift_sdk._kernels.attention.exact_prefill import (
     exact_prefill_attention,
     wide_prefill_attention,
 )
+from drift_sdk._kernels.attention.expanded import BLOCK_KEYS, PART_FIELDS, PART_KEYS, expand_latents
 from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_attention
-from drift_sdk._kernels.attention.layer_attention import LayerAttention
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import PrefillAttentionConfig, has_cuda_prefill, prefill_attention
 from drift_sdk._kernels.attention.softmax import WIDE_HEAD, Partitions
@@ -45,7 +46,7 @@ from drift_sdk.execution.forward.products import Products
 from drift_sdk.execution.forward.rows import LayerBuffers, Rows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
-from drift_sdk.spec.model import AnyAttention, Attention
+from drift_sdk.spec.model import AnyAttention, Attention, LatentAttention
 from drift_sdk.speculation import ViewLayout
 
 SCRATCH_SHARE = 64
@@ -300,11 +301,78 @@ class TreeAttention:
         self._groups.attend_trees(layer, self._rows, self._paths)
 
 
-class ChunkAttention:
-    """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4] (see `prefill_tiles`)."""
+class ExpandedKeys(Struct, frozen=True, kw_only=True):
+    """Keys and values of heads that a step expands from latents, one layer after the other, and the rows of
+    chunks that attend to them.
 
-    def __init__(self, tiles: Tensor, config: ExactPrefillConfig) -> None:
-        self._tiles, self._config = tiles, config
+    tiles: int32 [num_tiles, 4] of these rows (see `prefill_tiles`); the slot of a tile is the first block of
+    its keys. rows: int32 [R], 1 for these rows, else 0. parts: int32, see `fill_parts`. kv: of blocks for all
+    parts. blocks: int32 [num_blocks, 1], ascending: a block table of which each row begins with the block of
+    its number, and goes on with the rows behind it.
+    """
+
+    tiles: Tensor
+    rows: Tensor
+    parts: Tensor
+    config: ExactPrefillConfig
+    kv: LayerKV
+    blocks: Tensor
+
+    @classmethod
+    def take(
+        cls,
+        model: ModelResources,
+        workspace: Workspace,
+        words: Tensor,
+        num_tiles: int,
+        num_rows: int,
+        config: ExactPrefillConfig,
+    ) -> ExpandedKeys | None:
+        """Those of a step, in memory that all steps share. words: int32, `num_tiles` tiles, `num_rows` rows
+        and the parts; empty: None."""
+        if not len(words):
+            return None
+
+        spec, decoder = model.decoder.spec.attention, model.decoder
+        assert isinstance(spec, LatentAttention)
+        first_row, first_part = 4 * num_tiles, 4 * num_tiles + num_rows
+        parts = words[first_part:]
+        num_blocks = (len(parts) - 1) // PART_FIELDS * PART_KEYS // BLOCK_KEYS
+        shape = (num_blocks, spec.num_heads, BLOCK_KEYS, spec.output_dim)
+        keys = workspace.take("expanded_keys", shape, decoder.dtype)
+        values = workspace.take("expanded_values", shape, decoder.dtype)
+        blocks = workspace.take("expanded_blocks", (num_blocks, 1), torch.int32)
+        blocks.copy_(torch.arange(num_blocks)[:, None])
+        return cls(
+            tiles=words[:first_row].view(-1, 4),
+            rows=words[first_row:first_part],
+            parts=parts,
+            config=config,
+            kv=LayerKV(keys, values),
+            blocks=blocks,
+        )
+
+    def attend(self, layer: LayerAttention, weight: Tensor) -> None:
+        """Expand the keys and values of a layer, and fill `layer.out` for the rows of `tiles`.
+
+        layer: with latents as keys, and heads of queries that are not absorbed. weight: as of
+        `expand_latents`.
+        """
+        expand_latents(layer.kv, layer.block_table, self.parts, weight, self.kv.keys, self.kv.values)
+        expanded = replace(layer, kv=self.kv, block_table=self.blocks)
+        exact_prefill_attention(expanded, self.tiles, self.config, expanded.partitions)
+
+
+class ChunkAttention:
+    """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4] (see `prefill_tiles`).
+
+    expanded: of the rows that are in none of them; None: all are.
+    """
+
+    def __init__(
+        self, tiles: Tensor, config: ExactPrefillConfig, expanded: ExpandedKeys | None = None
+    ) -> None:
+        self._tiles, self._config, self.expanded = tiles, config, expanded
 
     def plan(self) -> None:
         """Nothing: the tiles come from the host."""
@@ -345,6 +413,7 @@ class MixedAttention:
 
     def __init__(self, chunks: ChunkAttention, sequences: SequenceAttention, num_chunk_rows: int) -> None:
         self._chunks, self._sequences, self._num_chunk_rows = chunks, sequences, num_chunk_rows
+        self.expanded = chunks.expanded
 
     def plan(self) -> None:
         self._sequences.plan()

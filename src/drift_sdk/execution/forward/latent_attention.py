@@ -6,13 +6,19 @@ from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.exchange import PeerSums
 from drift_sdk._kernels.layers.latent_rows import multiply_heads, split_queries, store_latents
 from drift_sdk.execution.device.memory import Workspace
-from drift_sdk.execution.forward.attention import RowAttention
+from drift_sdk.execution.forward.attention import (
+    ChunkAttention,
+    ExpandedKeys,
+    MixedAttention,
+    RowAttention,
+)
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.products import Product, Products
 from drift_sdk.execution.forward.rows import LayerBuffers, Rows
@@ -53,10 +59,13 @@ class LatentHeads:
         take: TakeRows,
         multiply: Callable[[Tensor, Matrix, Tensor | None], Product],
         attend: Callable[[LayerAttention], None],
+        expanded: ExpandedKeys | None = None,
     ) -> None:
-        """block_table [S, max_blocks] int32. multiply: as of `Products`. attend: as of `RowAttention`."""
+        """block_table [S, max_blocks] int32. multiply: as of `Products`. attend: as of `RowAttention`; it
+        leaves out the rows of `expanded`."""
         self._rows, self._block_table = rows, block_table
         self._take, self._multiply, self._attend = take, multiply, attend
+        self._expanded = expanded
 
     def run(self, x: Tensor, weights: LatentWeights, spec: LatentAttention, layer: LatentLayer) -> Tensor:
         """Store the latents of a layer. Returns the outputs of heads [R, num_heads * output_dim] for x
@@ -84,22 +93,27 @@ class LatentHeads:
         if query_latent is not None and weights.query_up is not None:
             product, _ = self._multiply(query_latent, weights.query_up, None)
         plain = self._take("plain_query", spec.num_heads, spec.plain_dim)
-        split_queries(product, rows.slot, rows.position, layer.cos, layer.sin, plain, query)
+        whole, left_out = None, None
+        if self._expanded is not None:
+            left_out = self._expanded.rows
+            whole = self._take("whole_query", spec.num_heads, spec.query_dim)
+        split_queries(product, rows.slot, rows.position, layer.cos, layer.sin, plain, query, whole)
         of_keys, of_values = weights.up.split((spec.plain_dim, spec.output_dim), dim=1)
-        multiply_heads(plain, of_keys.transpose(1, 2), query[..., : spec.latent_dim])
-        self._attend(
-            LayerAttention(
-                query=query,
-                out=attended,
-                kv=layer.kv,
-                block_table=self._block_table,
-                scale=spec.scale,
-                index=layer.index,
-                first_key=layer.first_key,
-            )
+        multiply_heads(plain, of_keys.transpose(1, 2), query[..., : spec.latent_dim], left_out)
+        attention = LayerAttention(
+            query=query,
+            out=attended,
+            kv=layer.kv,
+            block_table=self._block_table,
+            scale=spec.scale,
+            index=layer.index,
+            first_key=layer.first_key,
         )
+        self._attend(attention)
         values = self._take("latent_values", spec.num_heads, spec.output_dim)
-        multiply_heads(attended, of_values, values)
+        multiply_heads(attended, of_values, values, left_out)
+        if self._expanded is not None and whole is not None:
+            self._expanded.attend(replace(attention, query=whole, out=values), weights.up)
         return values.flatten(1)
 
 
@@ -122,7 +136,10 @@ class LatentForward:
         def take(name: str, *shape: int) -> Tensor:
             return workspace.take(name, (num_rows, *shape), model.decoder.dtype)
 
-        self._heads = LatentHeads(rows, block_table, take, products.multiply, attention.attend)
+        expanded = None
+        if isinstance(attention, ChunkAttention | MixedAttention):
+            expanded = attention.expanded
+        self._heads = LatentHeads(rows, block_table, take, products.multiply, attention.attend, expanded)
 
     def run(
         self, x: Tensor, weights: LatentWeights, spec: LatentAttention, index: int

@@ -10,14 +10,16 @@ import torch
 from msgspec import Struct
 
 from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
+from drift_sdk._kernels.attention.expanded import part_words
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD
 from drift_sdk._kernels.commit import record_words
 from drift_sdk._kernels.trees.tree_rows import tree_record_words
 from drift_sdk.execution.rounds.drafters import RoundSizes
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.spec.model import BORDER
+from drift_sdk.spec.model import BORDER, LatentAttention
 from drift_sdk.speculation import TreePlan, ViewLayout, tree_rounds
-from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
+from drift_sdk.steps import EXPANDED_TILE, MAX_CHUNKS, ExecutorLimits
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""
@@ -73,14 +75,16 @@ class MixedLayout(NamedTuple):
     rows: token, slot and position of each row, those of chunks first. The host fills rows of the round only
     where they are the last tokens of prompts, which are counted before the round's rows are made from slots.
     following: of each row of chunks, the token after it. hits: the rows of chunks that follow prefix hits.
-    tiles: of the chunks' attention. runs: of recurrent layers, then the places of
-    checkpoints. slots: of the round, then the most drafts of each.
+    tiles: of the chunks' attention. expanded: as many tiles of the rows that attend to expanded keys; for
+    each row whether it does; and the parts of these keys (see `fill_parts`). runs: of recurrent layers, then
+    the places of checkpoints. slots: of the round, then the most drafts of each.
     """
 
     rows: slice
     following: slice
     hits: slice
     tiles: slice
+    expanded: slice
     runs: slice
     slots: slice
 
@@ -92,10 +96,11 @@ class MixedLayout(NamedTuple):
 
 class PrefillLayout(NamedTuple):
     """Places in the payload of a prefill step: token, slot and position of each row; tiles of attention; and
-    runs of recurrent layers."""
+    as in a MixedLayout, `expanded` and `runs`."""
 
     rows: slice
     tiles: slice
+    expanded: slice
     runs: slice
 
     @property
@@ -122,6 +127,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     head_dim, dtype: of the largest heads of attention, which its tiles in mixed steps depend on.
     view_layout: of partial verification; None without it.
     has_states: whether layers are recurrent.
+    max_expanded_tokens: as in SchedulerConfig.
     """
 
     decode: tuple[int, ...]
@@ -138,6 +144,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     dtype: torch.dtype
     view_layout: ViewLayout | None = None
     has_states: bool = False
+    max_expanded_tokens: int = 0
 
     @classmethod
     def of(
@@ -186,6 +193,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             dtype=dtype,
             view_layout=view_layout,
             has_states=bool(decoder.spec.recurrent_layers),
+            max_expanded_tokens=max_expanded_tokens(decoder, limits),
         )
 
     @property
@@ -283,9 +291,20 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         without recurrent layers."""
         return 4 * num_chunks + num_rows // BORDER + num_chunks + 1 if self.has_states else 0
 
+    def expanded_words(self, num_tiles: int, num_rows: int) -> int:
+        """Words of the part `expanded` of a layout with so many tiles and rows; 0 if no keys are expanded."""
+        most = self.max_expanded_tokens
+        return 4 * num_tiles + num_rows + part_words(most) if most else 0
+
     def prefill_layout(self, num_rows: int) -> PrefillLayout:
         """The payload of a prefill step."""
-        sizes = 3 * num_rows, 4 * self.num_tiles(num_rows), self.run_words(num_rows, self.max_chunks)
+        num_tiles = self.num_tiles(num_rows)
+        sizes = (
+            3 * num_rows,
+            4 * num_tiles,
+            self.expanded_words(num_tiles, num_rows),
+            self.run_words(num_rows, self.max_chunks),
+        )
         ends = [*accumulate(sizes)]
         return PrefillLayout(*map(slice, [0, *ends], ends))
 
@@ -299,6 +318,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             bucket.num_rows if has_drafter else 0,
             num_chunks if has_drafter else 0,
             4 * num_tiles,
+            self.expanded_words(num_tiles, bucket.size),
             self.run_words(bucket.num_rows, num_chunks),
             2 * bucket.num_slots,
         )
@@ -326,6 +346,28 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             tree_record_words(num_slots) if number in self.trees else num_slots * record_words(number + 1)
             for num_slots, number in self.rounds
         )
+
+
+EXPANDED_BYTES = 2**30
+"""Most bytes of the keys and values that a step expands from latents: 52,352 tokens of GLM-4.7-Flash."""
+
+
+def max_expanded_tokens(decoder: Decoder, limits: ExecutorLimits) -> int:
+    """The most keys of a step that are expanded from latents; 0: attention of prompts is absorbed.
+
+    It is, unless keys and values of a head have the same size, for which there are kernels, and latents are
+    in the storage type.
+    """
+    mixer = decoder.spec.attention
+    if not isinstance(mixer, LatentAttention) or decoder.weights.kv_scales is not None:
+        return 0
+
+    if mixer.query_dim != mixer.output_dim or mixer.output_dim > WIDE_HEAD:
+        return 0
+
+    bytes_per_token = 2 * mixer.num_heads * mixer.output_dim * decoder.dtype.itemsize
+    most = -(-limits.max_model_len // EXPANDED_TILE) * min(limits.max_num_seqs, MAX_CHUNKS)
+    return min(EXPANDED_BYTES // bytes_per_token // EXPANDED_TILE, most) * EXPANDED_TILE
 
 
 def prefill_buckets(budget: int) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from torch import Tensor
 
-from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
@@ -33,6 +34,7 @@ from drift_sdk.execution.drafter_factory import (
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
     ChunkAttention,
+    ExpandedKeys,
     FastChunkAttention,
     MixedAttention,
     RefreshAttention,
@@ -205,7 +207,9 @@ class GraphSteps:
         decoder = self._model.decoder
         head_dim = decoder.spec.max_head_dim
         if buckets.is_exact:
-            attention = ChunkAttention(tiles, exact_prefill_config(head_dim, decoder.dtype))
+            config = exact_prefill_config(head_dim, decoder.dtype)
+            expanded = self._expanded(layout.expanded, tiles, num_rows, config)
+            attention = ChunkAttention(tiles, config, expanded)
             forward = self._exact_forward(rows, attention, hidden, recurrent)
         else:
             block_table = resources.table.block_table
@@ -239,8 +243,9 @@ class GraphSteps:
         )
         rows_per_slot = bucket.num_drafts + 1
         tiles = words[layout.tiles].view(-1, 4)
+        config = buckets.mixed_attention(bucket)
         attention = MixedAttention(
-            ChunkAttention(tiles, buckets.mixed_attention(bucket)),
+            ChunkAttention(tiles, config, self._expanded(layout.expanded, tiles, bucket.size, config)),
             SequenceAttention(self.attention, tensors.round_rows.planned(rows_per_slot)),
             bucket.num_rows,
         )
@@ -439,6 +444,13 @@ class GraphSteps:
             hidden,
             recurrent,
         )
+
+    def _expanded(
+        self, words: slice, tiles: Tensor, num_rows: int, config: ExactPrefillConfig
+    ) -> ExpandedKeys | None:
+        """What a step's chunks attend to that is expanded from latents. words: of the payload."""
+        payload, workspace = self._resources.payload.words[words], self._resources.workspace
+        return ExpandedKeys.take(self._model, workspace, payload, len(tiles), num_rows, config)
 
     def _sample_commit(
         self, rows: Rows, rows_per_slot: int, tree: TreeAcceptance | None = None

@@ -36,7 +36,7 @@ from drift_sdk.execution.device.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.forward.kernel_weights import arrange_part
-from drift_sdk.execution.graph.buckets import GraphBuckets
+from drift_sdk.execution.graph.buckets import GraphBuckets, max_expanded_tokens
 from drift_sdk.execution.graph.gpu_graphs import (
     NO_HOOKS,
     CapturedGraphs,
@@ -253,8 +253,8 @@ class GraphExecutor:
     `launch` writes to pinned memory and starts replays; lengths, tokens and finished flags live on the
     device. It waits for nothing but drafts after which a constraint must be asked, and a free ring entry.
 
-    limits: what the executor has room for; known only once the KV cache has been sized. mixed_tokens: as in
-    SchedulerConfig.
+    limits: what the executor has room for; known only once the KV cache has been sized. mixed_tokens,
+    max_expanded_tokens: as in SchedulerConfig.
     """
 
     def __init__(
@@ -297,6 +297,8 @@ class GraphExecutor:
         self._graphs: CapturedGraphs | None = first.graphs
         self._step_timeout_s = options.step_timeout_s
         self.mixed_tokens = buckets.mixed_tokens
+        # By the limits that are left, which an engine that wakes up begins with; graphs have room for more.
+        self.max_expanded_tokens = max_expanded_tokens(model.decoder, self.limits)
         self._product_log: ProductLog | None = None
         if options.shape_log is not None:
             self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from drift_sdk._kernels.attention.expanded import fill_parts
 from drift_sdk._kernels.attention.prefill import prefill_tiles
 from drift_sdk._kernels.commit import (
     FINISHED_LENGTH,
@@ -71,7 +72,9 @@ def fill_chunks(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], payload: 
     token, slot, position = payload[layout.rows].reshape(3, num_rows)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    _fill_tiles(chunks, buckets.tile_rows, payload[layout.tiles])
+    tiles = payload[layout.tiles]
+    _fill_tiles(chunks, buckets.tile_rows, tiles)
+    _fill_expanded(chunks, buckets.tile_rows, len(tiles) // 4, num_rows, payload[layout.expanded])
     if buckets.has_states:
         _fill_runs(chunks, buckets.max_chunks, payload[layout.runs])
     return num_rows
@@ -99,7 +102,9 @@ def fill_mixed(
     token, slot, position = payload[layout.rows].reshape(3, bucket.size)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    _fill_tiles(chunks, buckets.mixed_attention(bucket).tile_rows, payload[layout.tiles])
+    tile_rows, tiles = buckets.mixed_attention(bucket).tile_rows, payload[layout.tiles]
+    _fill_tiles(chunks, tile_rows, tiles)
+    _fill_expanded(chunks, tile_rows, len(tiles) // 4, bucket.size, payload[layout.expanded])
     if buckets.has_states:
         _fill_runs(chunks, buckets.mixed_chunks(bucket), payload[layout.runs])
     if layout.hits.stop > layout.following.start:
@@ -131,8 +136,35 @@ def _fill_rows(chunks: Sequence[PrefillChunk], token: Words, slot: Words, positi
 
 
 def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words) -> None:
-    sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks if chunk.token_ids]
-    prefill_tiles(sizes, tile_rows, words.reshape(-1, 4))
+    """Write the tiles of the rows that do not attend to expanded keys."""
+    sizes = [
+        (chunk.slot, chunk.start + chunk.num_expanded, len(chunk.token_ids) - chunk.num_expanded)
+        for chunk in chunks
+    ]
+    firsts = [first + chunk.num_expanded for chunk, first in zip(chunks, first_rows(chunks), strict=False)]
+    kept = [index for index, (_, _, num_rows) in enumerate(sizes) if num_rows]
+    prefill_tiles(
+        [sizes[index] for index in kept], tile_rows, words.reshape(-1, 4), [firsts[index] for index in kept]
+    )
+
+
+def _fill_expanded(
+    chunks: Sequence[PrefillChunk], tile_rows: int, num_tiles: int, num_rows: int, words: Words
+) -> None:
+    """Write the part `expanded` of a layout with so many tiles and rows."""
+    if not len(words):
+        return
+
+    firsts = first_rows(chunks)
+    kept = [(chunk, first) for chunk, first in zip(chunks, firsts, strict=False) if chunk.num_expanded]
+    tiles, is_expanded = words[: 4 * num_tiles], words[4 * num_tiles : 4 * num_tiles + num_rows]
+    ends = [(chunk.slot, chunk.start + chunk.num_expanded) for chunk, _ in kept]
+    blocks = fill_parts(ends, words[4 * num_tiles + num_rows :])
+    sizes = [(block, chunk.start, chunk.num_expanded) for block, (chunk, _) in zip(blocks, kept, strict=True)]
+    prefill_tiles(sizes, tile_rows, tiles.reshape(-1, 4), [first for _, first in kept])
+    is_expanded[:] = 0
+    for chunk, first in kept:
+        is_expanded[first : first + chunk.num_expanded] = 1
 
 
 def _fill_runs(chunks: Sequence[PrefillChunk], max_chunks: int, words: Words) -> None:
