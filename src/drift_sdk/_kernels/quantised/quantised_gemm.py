@@ -128,7 +128,7 @@ class Tiles(Struct, frozen=True):
         """Whether the program can be launched so for a weight."""
         splits = num_splits(weight)
         return (
-            self.num_threads(weight) <= MAX_THREADS
+            self.num_panels <= most_panels(weight, self.num_rows)
             and self.shared_bytes(weight) <= MAX_SHARED_BYTES
             and self.num_stages > splits
             and self.num_stages % splits == 0
