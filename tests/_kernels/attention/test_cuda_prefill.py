@@ -84,6 +84,16 @@ def test_sums_of_all_shapes(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(64, 8, 64), (16, 2, 256)], ids=str)
+def test_sums_of_many_rows_with_sinks(
+    heads: tuple[int, int, int], alone: Callable[[Prompt, int], torch.Tensor], device: str
+) -> None:
+    """Of wider heads, one row of 10,000 had other bits: the score of its sink was rounded once more."""
+    prompt = Prompt([(0, 0, 4096)], heads, 64, device, torch.bfloat16, MAX_KEYS, has_sinks=True)
+    assert torch.equal(attend(prompt, 64, Partitions()), alone(prompt, 64))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "tile_rows"),
     [((3, 1, 128), 64), ((3, 1, 128), 128), ((4, 2, 64), 64), ((4, 2, 64), 128), ((6, 1, 256), 64)],
