@@ -37,6 +37,7 @@ LARGEST = ("perf.cross_compile", "--covering", "--largest", "--capability", "90"
 ATTENTION = tuple(("compiled_attention", str(dim), way) for dim in (64, 128) for way in ("beside", "behind"))
 RECURRENT = ("compiled_recurrent", "90", "86")
 LATENT = ("compiled_latent", "glm-4.7-flash", "deepseek-v2-lite", "deepseek-v3-4-layers")
+FUSION = ("compiled_fusion",)
 BINARY = ("compiled_binary",)
 MOST = {"plain": 66, "EAGLE-3": 138}
 """Variants of kernels, by the kind of decoding."""
@@ -125,6 +126,16 @@ def test_kernels_of_latent_attention_compile_without_spills(
     found = json.loads(printed)
     names = ["_attend_latents", "_attend_prompts", "_multiply_heads", "_split_queries", "_store_latents"]
     assert found == {"errors": [], "spills": [], "kernels": 6 * names}
+
+
+@pytest.mark.slow
+def test_exact_attention_leaves_no_fusion_to_the_compiler(tmp_path: Path) -> None:
+    """A kernel in which the score of a sink was fused, and one in CUDA C++ in which it was not, differed in
+    one of about 10,000 rows."""
+    status, printed = run_commands(FUSION, folder=tmp_path)[FUSION]
+    assert status == 0, printed
+    found = json.loads(printed)
+    assert len(found) == 4 and all(fused == written > 0 for fused, written in found.values()), found
 
 
 @pytest.mark.slow

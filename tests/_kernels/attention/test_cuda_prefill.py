@@ -141,6 +141,16 @@ def test_sums_of_wide_heads(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(64, 8, 64), (16, 2, 256), (8, 2, 512)], ids=str)
+def test_sums_of_many_rows_with_sinks(
+    heads: tuple[int, int, int], alone: Callable[[Prompt, int], torch.Tensor], device: str
+) -> None:
+    """One row of 10,000 had other bits: the score of its sink was rounded once more."""
+    prompt = Prompt([(0, 0, 4096)], heads, 64, device, torch.bfloat16, MAX_KEYS, has_sinks=True)
+    assert torch.equal(attend(prompt, 64, Partitions.of_layer(heads[2], 0)), alone(prompt, 64))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "tile_rows"),
     [

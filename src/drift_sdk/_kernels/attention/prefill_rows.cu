@@ -161,12 +161,12 @@ template <int WARPGROUPS, int STAGES> struct WarpgroupRows {
   // The sink's share of the softmax, to which it adds no value.
   __device__ __forceinline__ void add_sink(float (&total)[NT][4], const float (&maximum)[2], float (&weight)[2]) const {
     if (a.sinks == nullptr) return;
-    const float sink = __fmul_rn(__int_as_float(a.sinks[head] << 16), LOG2_E);
+    const float sink = __int_as_float(a.sinks[head] << 16);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float highest = fmaxf(maximum[h], sink);
+      const float highest = fmaxf(maximum[h], __fmul_rn(sink, LOG2_E));
       const float rescale = power_of_two(maximum[h] - highest);
-      weight[h] = __fmaf_rn(weight[h], rescale, power_of_two(sink - highest));
+      weight[h] = __fmaf_rn(weight[h], rescale, power_of_two(__fmaf_rn(sink, LOG2_E, -highest)));
 #pragma unroll
       for (int n = 0; n < NT; n++) total[n][2 * h] *= rescale, total[n][2 * h + 1] *= rescale;
     }

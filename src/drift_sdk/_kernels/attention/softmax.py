@@ -279,7 +279,7 @@ def add_sink(
     sink,  # fp32: a score that takes its share of the softmax
 ):
     """Return what the total is multiplied by, and the weight with the sink in it."""
-    score = sink * LOG2_E
-    new_maximum = tl.maximum(maximum, score)
+    new_maximum = tl.maximum(maximum, sink * LOG2_E)
     rescale = tl.exp2(maximum - new_maximum)
-    return rescale, tl.fma(weight, rescale, tl.exp2(score - new_maximum) + tl.zeros_like(weight))
+    share = tl.exp2(tl.fma(sink + tl.zeros_like(weight), LOG2_E, -new_maximum))
+    return rescale, tl.fma(weight, rescale, share)
