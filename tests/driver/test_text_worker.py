@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -24,6 +25,7 @@ from drift_sdk import (
 )
 from drift_sdk.driver import text_worker
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, TextPrompt
+from drift_sdk.driver.requests import Request
 from drift_sdk.driver.text_worker import TextWorker
 from drift_sdk.testing import ScriptedEngine, scripted_engine
 
@@ -208,6 +210,139 @@ def test_cancelled_grammars_that_hang_make_room_for_a_waiting_plain_prompt(stall
             stall.released.set()
 
     run("asyncio", main)
+
+
+class MaskStall:
+    """Blocks the masks of one request from its second token on, until `released` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, request_id: str) -> None:
+        self.released, self.has_begun = threading.Event(), threading.Event()
+        self.together: list[tuple[str, ...]] = []  # requests of batches that have begun
+        self._request_id, self._num_masks = request_id, 0
+        advance, run_batch = Request.advance, text_worker.MaskBatch.run
+
+        def stalling(request: Request, token_ids: tuple[int, ...]) -> None:
+            if request.request_id == self._request_id:
+                self._num_masks += 1
+                if self._num_masks == 2:
+                    self.has_begun.set()
+                    assert self.released.wait(WAIT_S)
+            advance(request, token_ids)
+
+        def noting(batch: text_worker.MaskBatch) -> None:
+            self.together.append(tuple(batch.request_id.split(", ")))
+            run_batch(batch)
+
+        monkeypatch.setattr(Request, "advance", stalling)
+        monkeypatch.setattr(text_worker.MaskBatch, "run", noting)
+
+
+WORD = "okokokokokok"
+IDS = ("a", "b", "c", "d")
+
+
+@pytest.mark.parametrize("way", ["overdue", "cancelled", "released"])
+def test_a_mask_that_hangs_delays_no_other_request_of_its_batch(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masks after a step are one job. Those behind one that hangs go on as soon as its request ends."""
+    clock, stall = Clock(monkeypatch), MaskStall(monkeypatch, "b")
+    params = SamplingParams(grammar=Regex(WORD))
+
+    async def main() -> None:
+        async with scripted_engine(WORD, step_s=0.002) as engine:
+            streams = {each: engine.generate("x", params, request_id=each) for each in IDS}
+            await until(stall.has_begun.is_set)
+            if way == "overdue":
+                clock.forward(engine)
+            elif way == "cancelled":
+                streams["b"].cancel()
+            else:
+                stall.released.set()
+            with anyio.fail_after(WAIT_S / 2):
+                for each in ("a", "c", "d"):
+                    assert (await streams[each]).text == WORD
+            if way == "overdue":
+                with pytest.raises(RequestError, match=r"^grammar: expected text work of at most 60 s"):
+                    await streams["b"]
+            else:
+                assert (await streams["b"]).finish_reason == ("cancelled" if way == "cancelled" else "stop")
+            assert (await engine.generate("x", params)).text == WORD
+            stall.released.set()
+
+    try:
+        run("asyncio", main)
+    finally:
+        stall.released.set()
+    assert any(len(set(batch) & set(IDS)) > 1 for batch in stall.together)
+
+
+def batch_of(*request_ids: str) -> tuple[list[SimpleNamespace], text_worker.MaskBatch]:
+    requests = [
+        SimpleNamespace(request_id=each, is_done=False, advance=lambda ids: None) for each in request_ids
+    ]
+    return requests, text_worker.MaskBatch([(request, (1,)) for request in requests])  # type: ignore[misc]
+
+
+def test_a_batch_that_has_not_begun_fails_as_a_whole() -> None:
+    requests, batch = batch_of("a", "b")
+    error = DriftError("no thread")
+    computed, rest = batch.end(error)
+    assert rest == () and computed.outcomes == tuple((request, error) for request in requests)
+    batch.run()  # nothing is left of it
+    assert batch.end(None)[0].outcomes == computed.outcomes
+
+
+def test_errors_of_masks_are_those_of_their_requests() -> None:
+    requests, batch = batch_of("a", "b", "c", "d")
+
+    def fail(token_ids: tuple[int, ...]) -> None:
+        raise ValueError("odd")
+
+    requests[1].advance = fail
+    requests[2].is_done, requests[2].advance = True, fail
+    batch.run()
+    computed, rest = batch.end(None)
+    assert rest == () and [request.request_id for request, _ in computed.outcomes] == ["a", "b", "c", "d"]
+    errors = [error for _, error in computed.outcomes]
+    assert errors[0] is errors[2] is errors[3] is None and "odd" in str(errors[1])
+
+
+def test_requests_fail_if_no_thread_can_compute_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(worker: TextWorker, steps: object) -> None:
+        raise text_worker.out_of_threads("grammar")
+
+    async def main() -> None:
+        async with scripted_engine(WORD) as engine:
+            monkeypatch.setattr(TextWorker, "advance", fail)
+            with pytest.raises(RequestError, match="start a thread"):
+                await engine.generate("x", grammar=Regex(WORD))
+            assert (await engine.generate("x")).text == WORD
+
+    run("asyncio", main)
+
+
+def test_a_request_with_slow_masks_has_jobs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[str] = []
+    add_mask = TextWorker._add_mask
+
+    def noting(worker: TextWorker, request: Request, token_ids: tuple[int, ...]) -> None:
+        alone.append(request.request_id)
+        add_mask(worker, request, token_ids)
+
+    monkeypatch.setattr(TextWorker, "_add_mask", noting)
+    monkeypatch.setattr(Request, "has_slow_mask", property(lambda request: request.request_id == "b"))
+    stall = MaskStall(monkeypatch, "nobody")
+    params = SamplingParams(grammar=Regex(WORD))
+
+    async def main() -> None:
+        async with scripted_engine(WORD, step_s=0.002) as engine:
+            streams = [engine.generate("x", params, request_id=each) for each in IDS]
+            for stream in streams:
+                assert (await stream).text == WORD
+
+    run("asyncio", main)
+    assert "b" in alone and stall.together and not any("b" in batch for batch in stall.together)
 
 
 def test_closing_does_not_wait_for_hanging_text_work(

@@ -27,7 +27,7 @@ from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.requests import Request, RequestRegistry, failure_of
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.stream_updates import PendingUpdates, Update
-from drift_sdk.driver.text_worker import MaskComputed, Prepared, TextWorker
+from drift_sdk.driver.text_worker import MasksComputed, NewTokens, Prepared, TextWorker
 from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, RequestError, error_repr
 from drift_sdk.events import Event, Report
 from drift_sdk.results import Chunk
@@ -280,6 +280,7 @@ class Driver(Startable):
         self.stats_recorder.collected(result)
         for delta in self._scheduler.commit(result):
             delivery.extend(delta)
+        delivery.compute_masks()
 
     def _handle_commands(self, delivery: Delivery, *, is_idle: bool) -> None:
         """Handle every queued command; when idle, block until there is one or the deadline has passed."""
@@ -299,9 +300,10 @@ class Driver(Startable):
         match command:
             case Prepared(request, error):
                 delivery.enter(request, error)
-            case MaskComputed(request, error):
+            case MasksComputed(outcomes):
                 self._mask_timer.computed(time.monotonic())
-                delivery.mask_computed(request, error)
+                for request, error in outcomes:
+                    delivery.mask_computed(request, error)
             case Cancel(request):
                 delivery.cancel(request)
             case Close():
@@ -475,7 +477,7 @@ class UpdateWeights(Struct, frozen=True):
 
 Deferred = Pause | Sleep | Wake | UpdateWeights
 """Commands that are carried out when no step is in flight."""
-Command = Prepared | MaskComputed | Cancel | Close | Unpause | Resume | Deferred
+Command = Prepared | MasksComputed | Cancel | Close | Unpause | Resume | Deferred
 
 
 class CommandQueue:
@@ -545,6 +547,7 @@ class Delivery:
         self._prepare = prepare
         self._requests: dict[Sequence, Request] = {}  # those that the scheduler knows
         self._updates = PendingUpdates()
+        self._new_tokens: list[NewTokens] = []  # of requests whose masks are to be computed
 
     def enter(self, request: Request, error: DriftError | None) -> None:
         """Hand a prepared request to the scheduler, or end it with the error that preparing it has raised. A
@@ -596,17 +599,29 @@ class Delivery:
 
     def _advance(self, request: Request, delta: Delta) -> None:
         """Advance a request's constraint by its newest tokens: at once, as a row after them may be in flight,
-        or on a text thread."""
+        or by `compute_masks`."""
         token_ids = delta.output.token_ids
         if not request.can_advance_at_once:
             delta.sequence.awaits_mask = True
-            self._text_worker.advance(request, token_ids)
+            self._new_tokens.append((request, token_ids))
             return
 
         try:
             request.advance(token_ids)
         except RequestError as error:
             self._fail(request, error)
+
+    def compute_masks(self) -> None:
+        """Have a text thread compute the masks after a step's tokens."""
+        if not self._new_tokens:
+            return
+
+        steps, self._new_tokens = self._new_tokens, []
+        try:
+            self._text_worker.advance(steps)
+        except RequestError as error:  # there is no thread for it
+            for request, _ in steps:
+                self._fail(request, copy_of(error))
 
     def mask_computed(self, request: Request, error: DriftError | None) -> None:
         """Let a constrained request be scheduled again now that its next mask is computed, or end it with the

@@ -291,6 +291,12 @@ class Request:
         self._limits.advance(token_ids)
 
     @property
+    def has_slow_mask(self) -> bool:
+        """Whether the newest mask took long."""
+        assert self._limits is not None
+        return self._limits.is_slow
+
+    @property
     def can_advance_at_once(self) -> bool:
         """Whether `advance` takes so little time that the engine's thread may call it."""
         assert self._limits is not None

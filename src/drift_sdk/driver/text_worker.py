@@ -7,6 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from functools import partial
 from typing import Protocol
 
 from msgspec import Struct
@@ -37,12 +39,15 @@ class Prepared(Struct, frozen=True):
     error: DriftError | None
 
 
-class MaskComputed(Struct, frozen=True):
-    """The next token mask of a constrained request has been computed (`error` is None), or that has
+class MasksComputed(Struct, frozen=True):
+    """The next token masks of constrained requests have been computed (the error is None), or that has
     failed."""
 
-    request: Request
-    error: DriftError | None
+    outcomes: tuple[tuple[Request, DriftError | None], ...]
+
+
+NewTokens = tuple[Request, tuple[int, ...]]
+"""A request and its newest tokens, by which its constraint moves on."""
 
 
 class Client(Protocol):
@@ -55,7 +60,65 @@ class Client(Protocol):
 
     request_id: str
     text_field: str
-    is_done: bool
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class MaskBatch:
+    """The next masks of several requests, computed one after another.
+
+    A job for each would take several times as long: most masks take less time than to wake a thread.
+    """
+
+    text_field = "grammar"
+
+    def __init__(self, steps: Items[NewTokens]) -> None:
+        self.request_id: str = ", ".join(request.request_id for request, _ in steps)
+        self._steps = deque(steps)  # whose masks are not computed
+        self._outcomes: list[tuple[Request, DriftError | None]] = []
+        self._current: Request | None = None
+        self._changed = threading.Lock()
+
+    @property
+    def is_done(self) -> bool:
+        return all(request.is_done for request, _ in [*self._steps])
+
+    def run(self) -> None:
+        """Compute the masks, until all are or `end` has been called."""
+        while (step := self._next()) is not None:
+            request, token_ids = step
+            error = None if request.is_done else attempt(request, partial(request.advance, token_ids))
+            self._note(error)
+
+    def is_about(self, client: Client) -> bool:
+        """Whether a request's mask is being computed."""
+        return self._current is client
+
+    def end(self, error: DriftError | None) -> tuple[MasksComputed, tuple[NewTokens, ...]]:
+        """End the batch. Returns the outcomes, and the requests whose masks were not begun. The error is the
+        outcome of the request whose mask is being computed; before the batch has begun, of all."""
+        with self._changed:
+            if self._current is not None:
+                self._outcomes.append((self._current, error))
+            elif not self._outcomes:
+                self._outcomes += [(request, error) for request, _ in self._steps]
+                self._steps.clear()
+            rest = tuple(self._steps)
+            self._current = None
+            self._steps.clear()
+            return MasksComputed(tuple(self._outcomes)), rest
+
+    def _next(self) -> NewTokens | None:
+        with self._changed:
+            step = self._steps.popleft() if self._steps else None
+            self._current = step[0] if step is not None else None
+            return step
+
+    def _note(self, error: DriftError | None) -> None:
+        with self._changed:
+            if self._current is not None:
+                self._outcomes.append((self._current, error))
 
 
 class TextJob:
@@ -107,10 +170,13 @@ class TextWorker:
     A thread that fails outside of the work of a job, for want of memory say, ends: the job that it had, or
     the next one that waits, fails with a DriftError, and another thread takes its place.
 
+    The masks after a step are one job (`MaskBatch`). If it is answered because of the mask that is being
+    computed, those behind it become a job again.
+
     `prepare`, `advance`, `count_tokens` and `abandon` may be called from any thread.
     """
 
-    def __init__(self, send: Callable[[Prepared | MaskComputed], None]) -> None:
+    def __init__(self, send: Callable[[Prepared | MasksComputed], None]) -> None:
         self._send = send
         self._changed = threading.Condition()
         self._waiting: deque[TextJob] = deque()
@@ -122,12 +188,46 @@ class TextWorker:
     def prepare(self, request: Request, model_text: ModelText) -> None:
         """Queue a request for preparation; a `Prepared` tells the outcome. EngineClosed if the worker is
         closed, and RequestError if there is no thread and none can be started."""
-        self._add_for(request, lambda: request.prepare(model_text), Prepared)
+        is_plain = request.params.grammar is None and request.text_field == "prompt"
 
-    def advance(self, request: Request, token_ids: tuple[int, ...]) -> None:
-        """Queue the computation of a request's next mask; a `MaskComputed` tells the outcome. Raises as
-        `prepare` does."""
-        self._add_for(request, lambda: request.advance(token_ids), MaskComputed)
+        def answer(error: DriftError | None) -> None:
+            self._send(Prepared(request, error))
+
+        self._add(TextJob(request, lambda: request.prepare(model_text), answer, is_plain=is_plain))
+
+    def advance(self, steps: Items[NewTokens]) -> None:
+        """Queue the computation of the next masks of requests; `MasksComputed` tell the outcomes. A request
+        whose newest mask took long has a job of its own. Raises as `prepare` does."""
+        alone = [step for step in steps if step[0].has_slow_mask]
+        together = [step for step in steps if not step[0].has_slow_mask]
+        if len(together) == 1:
+            alone, together = [*alone, *together], []
+        if together:
+            self._add_batch(together)
+        for request, token_ids in alone:
+            self._add_mask(request, token_ids)
+
+    def _add_mask(self, request: Request, token_ids: tuple[int, ...]) -> None:
+        def answer(error: DriftError | None) -> None:
+            self._send(MasksComputed(((request, error),)))
+
+        self._add(TextJob(request, lambda: request.advance(token_ids), answer, is_plain=False))
+
+    def _add_batch(self, steps: Items[NewTokens]) -> None:
+        batch = MaskBatch(steps)
+
+        def answer(error: DriftError | None) -> None:
+            computed, rest = batch.end(error)
+            self._send(computed)
+            if not rest:
+                return
+
+            try:  # the mask before them takes too long, or its request has ended
+                self._add_batch(rest)
+            except RequestError as failure:
+                self._send(MasksComputed(tuple((request, failure) for request, _ in rest)))
+
+        self._add(TextJob(batch, batch.run, answer, is_plain=False))
 
     async def count_tokens(self, prompt: Prompt, model_text: ModelText) -> int:
         """The number of tokens of a prompt. Raises the prompt's error, EngineClosed if the worker is closed
@@ -155,7 +255,7 @@ class TextWorker:
             for job in [job for job in self._waiting if job.client is client]:
                 self._waiting.remove(job)
                 self._answer(job, None)
-            for job in [job for job in self._in_progress if job.client is client]:
+            for job in [job for job in self._in_progress if is_about(job, client)]:
                 self._abandon(job, None)
 
     def close(self) -> None:
@@ -177,18 +277,6 @@ class TextWorker:
         if jobs:
             descriptions = ", ".join(f"{job.client.text_field} of {job.client.request_id}" for job in jobs)
             log.warning("closed without waiting any longer for busy text threads: %s", descriptions)
-
-    def _add_for(
-        self,
-        request: Request,
-        work: Callable[[], None],
-        command: Callable[[Request, DriftError | None], Prepared | MaskComputed],
-    ) -> None:
-        """Add a job for a request. `command` makes the command that tells the engine's thread the outcome."""
-        is_plain = request.params.grammar is None and request.text_field == "prompt"
-        self._add(
-            TextJob(request, work, lambda error: self._send(command(request, error)), is_plain=is_plain)
-        )
 
     def _add(self, job: TextJob) -> None:
         with self._changed:
@@ -232,7 +320,7 @@ class TextWorker:
     def _work(self, thread: threading.Thread) -> None:
         """Do one job after another, from idleness on, until the worker is closed or a job was abandoned."""
         while (job := self._next_job(thread)) is not None:
-            error = None if job.client.is_done else attempt(job)
+            error = None if job.client.is_done else attempt(job.client, job.work)
             with self._changed:
                 self._answer(job, error)
                 if job in self._abandoned:
@@ -260,7 +348,7 @@ class TextWorker:
             stranded = list(self._waiting)
             self._waiting.clear()
         if job is not None:
-            self._answer(job, failed(job, failure))
+            self._answer(job, failed(job.client, failure))
         for job in stranded:
             self._answer(job, out_of_threads(job.client.text_field))
 
@@ -320,21 +408,26 @@ class TextWorker:
         job.is_answered = True
 
 
-def attempt(job: TextJob) -> DriftError | None:
-    """Do a job. Returns the error for the request's stream if that fails."""
+def is_about(job: TextJob, client: Client) -> bool:
+    """Whether a job in progress works for a client now."""
+    return job.client is client or (isinstance(job.client, MaskBatch) and job.client.is_about(client))
+
+
+def attempt(client: Client, work: Callable[[], None]) -> DriftError | None:
+    """Do work for a client. Returns the error for the request's stream if that fails."""
     try:
-        job.work()
+        work()
     except DriftError as error:
         return error
     except BaseException as cause:  # such as SystemExit and pyo3's PanicException: the thread goes on
-        return failed(job, cause)
+        return failed(client, cause)
 
     return None
 
 
-def failed(job: TextJob, cause: BaseException) -> DriftError:
+def failed(client: Client, cause: BaseException) -> DriftError:
     """The error for a request whose job, or the thread of it, has failed in an unexpected way."""
-    failure = DriftError(f"request {job.client.request_id} could not be prepared: {error_repr(cause)}")
+    failure = DriftError(f"request {client.request_id} could not be prepared: {error_repr(cause)}")
     failure.__cause__ = cause
     return failure
 
