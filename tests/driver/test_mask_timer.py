@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from drift_sdk.driver.driver import FREE_WEIGHT, PLAN_S, START_MASK_S, MaskTimer
+from drift_sdk.driver.driver import FREE_WEIGHT, PLAN_S, MaskTimer
 from drift_sdk.scheduling.scheduler import RowCounts
 from drift_sdk.steps import StepResult
 
-GAP_S = START_MASK_S + PLAN_S
+MASK_S = 0.0005
+GAP_S = MASK_S + PLAN_S
 
 
-def timer_after(step_s: float, mask_s: tuple[float, ...] = ()) -> MaskTimer:
-    """A timer after steps that end at time 0, with masks that take so long after each."""
+def timer_after(*durations: float) -> MaskTimer:
+    """A timer after steps."""
     timer = MaskTimer()
-    for each in (*mask_s, None):
-        timer.collected(StepResult(step_id=0, prefill=(), decode=(), duration_s=step_s), 0.0)
-        if each is not None:
-            timer.computed(each)
+    for each in durations:
+        timer.collected(StepResult(step_id=0, prefill=(), decode=(), duration_s=each))
     return timer
 
 
 def counts(
-    num_free: int, num_bound: int, num_lacking: int | None = None, *, is_idle: bool = False
+    num_free: int, num_bound: int, num_lacking: int | None = None, *, asked_at: float | None = None
 ) -> RowCounts:
+    """asked_at: on an idle device."""
     num_lacking = num_bound if num_lacking is None else num_lacking
-    return RowCounts(num_free, num_bound, num_lacking, has_in_flight=not is_idle)
+    is_busy = asked_at is None
+    return RowCounts(num_free, num_bound, num_lacking, MASK_S, asked_at or 0.0, has_in_flight=is_busy)
 
 
 def test_bound_sequences_alone_wait_for_each_other_if_masks_take_less_than_a_step() -> None:
@@ -42,19 +43,21 @@ def test_free_sequences_wait_if_enough_others_gain() -> None:
     assert held == [*range(least, 65)] and 32 < least < 64
 
 
-def test_masks_that_take_longer_than_a_step_are_not_waited_for() -> None:
-    assert timer_after(0.006, (0.002,) * 60).holds(counts(0, 8), 0.0)
-    assert not timer_after(0.006, (0.006,) * 60).holds(counts(0, 8), 0.0)
+def test_a_step_waits_for_masks_that_take_less_than_a_step() -> None:
+    """Less than the shortest of the last steps: one with a long prompt says nothing of those behind it."""
+    assert timer_after(0.02, 2.0).most_mask_s == 0.02 - PLAN_S
+    assert MaskTimer().most_mask_s < 0.0
 
 
 def test_an_idle_device_waits_for_masks_until_a_deadline() -> None:
     timer = timer_after(1.0)
-    idle = counts(60, 4, 1, is_idle=True)
-    assert timer.holds(idle, GAP_S)
+    idle = counts(60, 4, 1, asked_at=5.0)
+    assert timer.holds(idle, 5.0 + GAP_S)
     (deadline,) = timer.take_deadline()
-    assert deadline == pytest.approx(2 * GAP_S) and timer.take_deadline() == ()
+    assert deadline == pytest.approx(5.0 + 2 * GAP_S) and timer.take_deadline() == ()
     assert not timer.holds(idle, deadline) and timer.take_deadline() == ()
-    assert timer.holds(idle, 0.0) and not timer.holds(counts(60, 4, 0, is_idle=True), 0.0)
+    assert timer.holds(idle, 5.0) and not timer.holds(counts(60, 4, 0, asked_at=5.0), 5.0)
     assert timer.take_deadline() == ()
-    short = timer_after(GAP_S)
-    assert short.holds(idle, 0.0) and short.take_deadline() == (pytest.approx(GAP_S / 2),)
+    short, bound = timer_after(1.5 * GAP_S), counts(0, 4, 1, asked_at=5.0)
+    assert short.holds(bound, 5.0) and short.take_deadline() == (pytest.approx(5.0 + 1.5 * GAP_S),)
+    assert not short.holds(idle, 5.0) and short.take_deadline() == ()  # the others would lose more

@@ -615,16 +615,44 @@ def test_row_whose_mask_is_known_is_planned_one_token_ahead() -> None:
 
 def test_sequences_whose_masks_depend_on_a_step_in_flight_are_counted() -> None:
     rig = Rig(max_num_seqs=5, prefill_token_budget=18)
-    known, unknown, other, long = rig.add(5), rig.add(5), rig.add(5), rig.add(20)
+    free, bound, other, long = rig.add(5), rig.add(5), rig.add(5), rig.add(20)
     rig.add(3, priority=1)
-    known.constraint = SimpleNamespace(is_slow=False, mask_ahead=object)  # type: ignore[assignment]
-    for each in (unknown, other, long):
-        each.constraint = SimpleNamespace(is_slow=False, mask_ahead=lambda: None)  # type: ignore[assignment]
+    for each, mask_s in ((bound, 0.25), (other, 0.5), (long, 0.5)):
+        each.is_bound, each.mask_s = True, mask_s
     rig.launch()  # three prompts, and a chunk of the fourth, whose next one can follow
-    assert rig.scheduler.count_rows() == (3, 2, 2, True)
+    assert rig.scheduler.count_rows(10.0, 0.5) == (3, 2, 2, 0.5, 0.0, True)
     rig.commit()
-    other.awaits_mask = True
-    assert rig.scheduler.count_rows() == (3, 2, 1, False)
+    other.await_mask(9.5)
+    assert rig.scheduler.count_rows(10.0, 0.5) == (3, 2, 1, 0.5, 9.5, False)
+    assert rig.scheduler.count_rows(10.5, 0.5) == (3, 1, 0, 0.25, 0.0, False)  # it has taken too long
+    other.end_mask(10.5)
+    assert other.mask_s == 1.0 and rig.scheduler.count_rows(10.5, 0.5).num_bound == 1
+    assert rig.scheduler.count_rows(10.5, 1.0) == (3, 2, 0, 1.0, 0.0, False)
+    assert not free.is_bound
+
+
+def test_sequences_without_a_further_row_are_not_counted() -> None:
+    rig = Rig()
+    sequences = [rig.add(5, max_tokens=most) for most in (1, 1, 2)]
+    for each in sequences:
+        each.is_bound = True
+    rig.launch()
+    assert rig.scheduler.count_rows(0.0, 1.0)[:3] == (0, 1, 1)
+
+
+def test_a_sequence_is_bound_once_a_plan_has_lacked_its_row() -> None:
+    rig = Rig()
+    known, unknown = rig.add(5), rig.add(5)
+    known.constraint, unknown.constraint = constraint(object()), constraint(None)
+    rig.launch()
+    rig.launch()
+    assert (known.is_bound, unknown.is_bound) == (False, True)
+    drafting = Rig(num_draft_tokens=3)
+    sequence, _ = drafting.add(5), drafting.add(5)
+    sequence.constraint = constraint(object())
+    drafting.launch()
+    drafting.launch()
+    assert sequence.is_bound
 
 
 def test_a_batch_that_drafts_plans_no_constrained_row_ahead() -> None:

@@ -257,7 +257,8 @@ class Driver(Startable):
         if not self._may_launch or self._scheduler.num_in_flight >= LAUNCH_DEPTH:
             return False
 
-        if self._mask_timer.holds(self._scheduler.count_rows(), time.monotonic()):
+        now = time.monotonic()
+        if self._mask_timer.holds(self._scheduler.count_rows(now, self._mask_timer.most_mask_s), now):
             return False
 
         plan = self._scheduler.schedule()
@@ -274,9 +275,8 @@ class Driver(Startable):
         """Block until the oldest step in flight is done, and turn its tokens into updates, which are posted
         when the next step has been launched."""
         result = executor.collect()
-        now = time.monotonic()
-        self._timer.collected(result, now)
-        self._mask_timer.collected(result, now)
+        self._timer.collected(result, time.monotonic())
+        self._mask_timer.collected(result)
         self.stats_recorder.collected(result)
         for delta in self._scheduler.commit(result):
             delivery.extend(delta)
@@ -300,10 +300,9 @@ class Driver(Startable):
         match command:
             case Prepared(request, error):
                 delivery.enter(request, error)
-            case MasksComputed(outcomes):
-                self._mask_timer.computed(time.monotonic())
+            case MasksComputed(outcomes, computed_at):
                 for request, error in outcomes:
-                    delivery.mask_computed(request, error)
+                    delivery.mask_computed(request, error, computed_at)
             case Cancel(request):
                 delivery.cancel(request)
             case Close():
@@ -602,7 +601,7 @@ class Delivery:
         or by `compute_masks`."""
         token_ids = delta.output.token_ids
         if not request.can_advance_at_once:
-            delta.sequence.awaits_mask = True
+            delta.sequence.await_mask(time.monotonic())
             self._new_tokens.append((request, token_ids))
             return
 
@@ -623,11 +622,11 @@ class Delivery:
             for request, _ in steps:
                 self._fail(request, copy_of(error))
 
-    def mask_computed(self, request: Request, error: DriftError | None) -> None:
+    def mask_computed(self, request: Request, error: DriftError | None, computed_at: float) -> None:
         """Let a constrained request be scheduled again now that its next mask is computed, or end it with the
         error of computing it."""
         if not request.is_done and request.sequence is not None:
-            request.sequence.awaits_mask = False
+            request.sequence.end_mask(computed_at)
             if error is not None:
                 self._fail(request, error)
 
@@ -748,8 +747,6 @@ IDLE_S = 0.0001
 LEAST_DURATIONS, MOST_DURATIONS = 2, 4
 """Latest steps of a kind, the shortest of which tells how long the next one takes at least. The first one may
 take longer than all others."""
-START_MASK_S, MASK_SMOOTHING = 0.0005, 0.1
-"""Seconds in which the masks after a step are computed, before they are measured; weight of the newest."""
 FREE_WEIGHT = 2
 """Weight of a sequence that is slowed down, beside one that gains."""
 PLAN_S = 0.001
@@ -826,41 +823,37 @@ class MaskTimer:
     Launched behind the step that runs, a step lacks the sequences of that one which are bound so, and they
     take part in every other step. If a step is launched when all masks are computed, the device is idle
     meanwhile. So two steps, of which one has the bound sequences, are compared with two that wait, by tokens
-    in a second; the others count more, because they are slowed down. On an idle device, a step waits for the
-    masks that are being computed, half of a step's time at most.
+    in a second; the others count more, because they are slowed down. Nothing waits for sequences whose masks
+    take longer than a step, and on an idle device not for longer than twice the time that they took last.
 
     All times are those of one clock, in seconds.
     """
 
     def __init__(self) -> None:
         self._deadline: tuple[float, ...] = ()  # until when a step waits on an idle device
-        self._step_s = 0.0  # of the newest step
-        self._mask_s = START_MASK_S  # from the end of a step to its last mask, an average
-        self._newest_mask_s = 0.0  # since the newest step
-        self._collected_at = 0.0
+        self._durations: deque[float] = deque(maxlen=MOST_DURATIONS)  # of the newest steps
 
-    def collected(self, result: StepResult, now: float) -> None:
+    def collected(self, result: StepResult) -> None:
         """Note the result of a step."""
-        if self._newest_mask_s:
-            self._mask_s += MASK_SMOOTHING * (self._newest_mask_s - self._mask_s)
-        self._step_s, self._newest_mask_s, self._collected_at = result.duration_s, 0.0, now
+        self._durations.append(result.duration_s)
 
-    def computed(self, now: float) -> None:
-        """Note that a mask has been computed."""
-        self._newest_mask_s = now - self._collected_at
+    @property
+    def most_mask_s(self) -> float:
+        """Seconds that the masks of sequences take at most for which a step waits."""
+        return self._step_s - PLAN_S
 
     def holds(self, counts: RowCounts, now: float) -> bool:
-        """Whether the next step waits."""
+        """Whether the next step waits. counts: with `most_mask_s`."""
         self._deadline = ()
-        gap_s = self._mask_s + PLAN_S
-        if not counts.num_lacking:
+        gap_s = counts.mask_s + PLAN_S
+        weight = 2 * FREE_WEIGHT * counts.num_free + counts.num_bound
+        if not counts.num_lacking or counts.num_bound * self._step_s <= weight * gap_s:
             return False
 
         if counts.has_in_flight:
-            weight = 2 * FREE_WEIGHT * counts.num_free + counts.num_bound
-            return counts.num_bound * self._step_s > weight * gap_s
+            return True
 
-        until = self._collected_at + min(2 * gap_s, self._step_s / 2)
+        until = counts.asked_at + min(2 * gap_s, self._step_s)
         self._deadline = (until,) if now < until else ()
         return now < until
 
@@ -868,6 +861,10 @@ class MaskTimer:
         """The time until which the step that was held last waits on an idle device, once; or nothing."""
         deadline, self._deadline = self._deadline, ()
         return deadline
+
+    @property
+    def _step_s(self) -> float:
+        return min(self._durations, default=0.0)
 
 
 def kind_of(plan: StepPlan) -> Kind:

@@ -41,9 +41,10 @@ class Prepared(Struct, frozen=True):
 
 class MasksComputed(Struct, frozen=True):
     """The next token masks of constrained requests have been computed (the error is None), or that has
-    failed."""
+    failed. computed_at: time.monotonic() then."""
 
     outcomes: tuple[tuple[Request, DriftError | None], ...]
+    computed_at: float
 
 
 NewTokens = tuple[Request, tuple[int, ...]]
@@ -107,7 +108,7 @@ class MaskBatch:
             rest = tuple(self._steps)
             self._current = None
             self._steps.clear()
-            return MasksComputed(tuple(self._outcomes)), rest
+            return MasksComputed(tuple(self._outcomes), time.monotonic()), rest
 
     def _next(self) -> NewTokens | None:
         with self._changed:
@@ -170,8 +171,8 @@ class TextWorker:
     A thread that fails outside of the work of a job, for want of memory say, ends: the job that it had, or
     the next one that waits, fails with a DriftError, and another thread takes its place.
 
-    The masks after a step are one job (`MaskBatch`). If it is answered because of the mask that is being
-    computed, those behind it become a job again.
+    The masks after a step are `NUM_PARALLEL` jobs (`MaskBatch`). If one is answered because of the mask that
+    is being computed, those behind it become a job again.
 
     `prepare`, `advance`, `count_tokens` and `abandon` may be called from any thread.
     """
@@ -200,16 +201,18 @@ class TextWorker:
         whose newest mask took long has a job of its own. Raises as `prepare` does."""
         alone = [step for step in steps if step[0].has_slow_mask]
         together = [step for step in steps if not step[0].has_slow_mask]
-        if len(together) == 1:
-            alone, together = [*alone, *together], []
-        if together:
-            self._add_batch(together)
+        for first in range(NUM_PARALLEL):
+            part = together[first::NUM_PARALLEL]
+            if len(part) == 1:
+                alone += part
+            elif part:
+                self._add_batch(part)
         for request, token_ids in alone:
             self._add_mask(request, token_ids)
 
     def _add_mask(self, request: Request, token_ids: tuple[int, ...]) -> None:
         def answer(error: DriftError | None) -> None:
-            self._send(MasksComputed(((request, error),)))
+            self._send(MasksComputed(((request, error),), time.monotonic()))
 
         self._add(TextJob(request, lambda: request.advance(token_ids), answer, is_plain=False))
 
@@ -225,7 +228,8 @@ class TextWorker:
             try:  # the mask before them takes too long, or its request has ended
                 self._add_batch(rest)
             except RequestError as failure:
-                self._send(MasksComputed(tuple((request, failure) for request, _ in rest)))
+                failures = tuple((request, failure) for request, _ in rest)
+                self._send(MasksComputed(failures, time.monotonic()))
 
         self._add(TextJob(batch, batch.run, answer, is_plain=False))
 

@@ -23,16 +23,20 @@ from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
 
 
 class RowCounts(NamedTuple):
-    """Running sequences, and those that may be admitted, by what their next row depends on.
+    """Sequences that run, or may be admitted, by what their next row depends on.
 
-    num_free:    their masks are known, or they have none.
-    num_bound:   their masks depend on the token before, or are being computed.
+    num_free:    their masks are known when they are needed, or they have none.
+    num_bound:   their masks are computed when the token before is known, soon after it.
     num_lacking: of the bound ones, those that a plan made now would lack.
+    mask_s:      the longest time that a mask of the bound ones took last.
+    asked_at:    when a mask that a lacking one awaits was asked for last.
     """
 
     num_free: int
     num_bound: int
     num_lacking: int
+    mask_s: float
+    asked_at: float
     has_in_flight: bool
 
 
@@ -104,21 +108,33 @@ class Scheduler:
         """Sequences whose next row waits for the host to compute a constraint's mask."""
         return sum(sequence.awaits_mask for sequence in (*self._running.sequences, *self._queue))
 
-    def count_rows(self) -> RowCounts:
-        """What the next plan would have, and lack."""
-        num_bound = num_lacking = 0
+    def count_rows(self, now: float, most_mask_s: float) -> RowCounts:
+        """What the next plan would have, and lack. Sequences whose masks take more than `most_mask_s` seconds
+        are not counted, and neither are those that will have no further row."""
+        num_left_out = num_bound = num_lacking = 0
+        mask_s = asked_at = 0.0
         for sequence in self._running.sequences:
-            if sequence.constraint is None or sequence.is_prefilling:
+            if not sequence.is_bound or sequence.is_prefilling:
                 continue
 
-            if sequence.awaits_mask or sequence.constraint.mask_ahead() is None:
-                num_bound += 1
-                num_lacking += sequence.awaits_mask or sequence.num_in_flight > 0
+            is_overdue = sequence.awaits_mask and now - sequence.mask_asked_at > most_mask_s
+            length = len(sequence.token_ids) + sequence.min_in_flight_tokens
+            if is_overdue or sequence.mask_s > most_mask_s or length >= sequence.max_length:
+                num_left_out += 1
+                continue
+
+            num_bound += 1
+            mask_s = max(mask_s, sequence.mask_s)
+            if sequence.awaits_mask:
+                asked_at = max(asked_at, sequence.mask_asked_at)
+            num_lacking += sequence.awaits_mask or sequence.num_in_flight > 0
         num_new = min(len(self._queue), self._running.num_free_slots)
         return RowCounts(
-            num_free=len(self._running.sequences) - num_bound + num_new,
+            num_free=len(self._running.sequences) - num_left_out - num_bound + num_new,
             num_bound=num_bound,
             num_lacking=num_lacking,
+            mask_s=mask_s,
+            asked_at=asked_at,
             has_in_flight=bool(self._planned),
         )
 
@@ -271,6 +287,7 @@ class Scheduler:
             row, most = self._plain_rows[sequence.slot], 1
             if sequence.constraint is not None and sequence.num_in_flight:
                 mask = sequence.mask_ahead(most_drafts)
+                sequence.is_bound = mask is None
                 if mask is None:
                     continue
 

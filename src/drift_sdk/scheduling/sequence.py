@@ -46,6 +46,9 @@ class Sequence:
         "finish",
         "functions",
         "awaits_mask",
+        "is_bound",
+        "mask_asked_at",
+        "mask_s",
         "borders",
         "cache_salt",
         "is_publishing",
@@ -111,6 +114,9 @@ class Sequence:
         self.num_expanded_tokens: int | None = None  # set by the scheduler, see `num_expanded_tokens`
         self.has_wrong_drafts: bool = False  # set when a check has found them wrong: no more are planned
         self.awaits_mask: bool = False  # set while the host computes a constraint's mask: no row is planned
+        self.mask_asked_at: float = 0.0  # time.monotonic() when it was set
+        self.mask_s: float = 0.0  # how long it was set last
+        self.is_bound: bool = False  # whether a plan lacked its row because the token before was not known
 
         self.token_ids: list[int] = list(prompt_ids)  # prompt and committed output
         self.num_prompt_tokens: int = len(prompt_ids)
@@ -214,6 +220,14 @@ class Sequence:
             return sampling
 
         return replace(sampling, num_prompt_logprobs=None, prompt_states=None)
+
+    def await_mask(self, now: float) -> None:
+        """Plan no row until `end_mask`."""
+        self.awaits_mask, self.mask_asked_at = True, now
+
+    def end_mask(self, now: float) -> None:
+        """The mask after the newest tokens is known."""
+        self.awaits_mask, self.mask_s = False, now - self.mask_asked_at
 
     def mask_ahead(self, most_drafts: int) -> NDArray[np.int32] | None:
         """The constraint's mask for a row of at most `most_drafts` draft tokens that is planned while steps
