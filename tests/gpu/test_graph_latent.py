@@ -82,7 +82,7 @@ def test_a_crowd_changes_no_bit_of_expanded_prompts(
 ) -> None:
     """As above. Some prompts begin with another one and its answer, which were computed in two forms."""
     monkeypatch.setattr(planning, "MIN_EXPANDED_PROMPT", 40)
-    monkeypatch.setattr(planning, "EXPANDED_TILE", 8)
+    monkeypatch.setattr(planning, "EXPANDED_BORDER", 8)
     make_mtp_model("glm4_moe_lite", 1, tmp_path, **sizes)
     make_often_right(tmp_path)
     prompts = prompts_of(8)

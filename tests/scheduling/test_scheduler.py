@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 from scheduler_rig import Rig, rows, spans
 
-from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS, MIN_EXPANDED_PROMPT
+from drift_sdk.scheduling.planning import EXPANDED_BORDER, MAX_STEPS_WITHOUT_TOKENS, MIN_EXPANDED_PROMPT
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import EXPANDED_TILE, MAX_CHUNKS, PrefillChunk, Violation
+from drift_sdk.steps import MAX_CHUNKS, PrefillChunk, Violation
 
 
 def constraint(mask: object = None, *, is_slow: bool = False) -> Any:
@@ -83,11 +83,11 @@ def test_cached_tokens_of_a_waiting_prompt_do_not_count() -> None:
     assert (1, 40, 2) in spans(rig.launch())
 
 
-@pytest.mark.parametrize("length", [MIN_EXPANDED_PROMPT, MIN_EXPANDED_PROMPT + EXPANDED_TILE - 2])
+@pytest.mark.parametrize("length", [MIN_EXPANDED_PROMPT, MIN_EXPANDED_PROMPT + EXPANDED_BORDER - 2])
 def test_samples_of_a_long_prompt_expand_no_keys(length: int) -> None:
     """They share its blocks, so expanding all keys for the few tokens that are left would take longer than
     these, and the room of a step is that of one prompt."""
-    room = MIN_EXPANDED_PROMPT + EXPANDED_TILE
+    room = MIN_EXPANDED_PROMPT + EXPANDED_BORDER
     rig = Rig(num_blocks=5000, prefill_token_budget=room, max_expanded_tokens=room)
     prompt = [token % 5 for token in range(length)]
     rig.add(prompt, max_tokens=1)
@@ -99,6 +99,38 @@ def test_samples_of_a_long_prompt_expand_no_keys(length: int) -> None:
     assert [chunk.num_expanded for chunk in chunks] == [0, 0, 0]
     assert all(chunk.is_last and chunk.start for chunk in chunks)
     rig.drain()
+
+
+def test_the_next_turn_of_a_long_conversation_expands_no_keys() -> None:
+    """Prompt and answer are cached, unless the next prompt is longer by a border of expanded keys."""
+    rig = Rig(num_blocks=5000, prefill_token_budget=4096, max_expanded_tokens=8192)
+    first = rig.add(2 * MIN_EXPANDED_PROMPT + 100, max_tokens=100)
+    rig.drain()
+    turn = [*first.token_ids, *range(50)]
+    second = rig.add(turn, max_tokens=1)
+    (chunk,) = rig.launch().prefill
+    assert chunk.num_expanded == 0 and len(chunk.token_ids) < 100 and chunk.is_last
+    rig.drain()
+    third = rig.add([*turn, *range(EXPANDED_BORDER)], max_tokens=1)
+    (chunk,) = rig.launch().prefill
+    assert chunk.num_expanded == EXPANDED_BORDER and chunk.start == 2 * MIN_EXPANDED_PROMPT
+    rig.drain()
+    assert first.num_expanded_tokens == second.num_expanded_tokens == chunk.start
+    assert third.num_expanded_tokens == chunk.start + EXPANDED_BORDER
+
+
+def test_tokens_without_room_for_expanded_keys_go_to_other_prompts() -> None:
+    """Prompts that get none are not admitted."""
+    room = 2 * EXPANDED_BORDER
+    rig = Rig(max_num_seqs=8, num_blocks=5000, prefill_token_budget=2200, max_expanded_tokens=room)
+    first, second, third = [rig.add(room + 50 + index) for index in range(3)]
+    last = rig.add(40, priority=1)
+    chunks = rig.launch().prefill
+    assert [len(chunk.token_ids) for chunk in chunks] == [room + 50, 40]
+    assert first.is_running and last.is_running and not (second.is_running or third.is_running)
+    rig.drain()
+    for each in (first, second, third, last):
+        assert each.token_ids == rig.story(each)
 
 
 def test_cut_prompts_do_not_keep_new_ones_from_a_step() -> None:

@@ -381,6 +381,9 @@ class ExpandedMachine(SchedulerMachine):
     def draw_expanded(self, data: st.DataObject) -> int:
         self.patches = [
             mock.patch.object(planning, "MIN_EXPANDED_PROMPT", self.least_prompt),
+            mock.patch.object(
+                planning, "EXPANDED_BORDER", data.draw(st.sampled_from([2, 4]), label="border")
+            ),
             *(
                 mock.patch.object(module, "EXPANDED_TILE", 2)
                 for module in (planning, sequence_module, fake_device)

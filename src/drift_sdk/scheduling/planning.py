@@ -98,13 +98,15 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
 
 MIN_EXPANDED_PROMPT = 1024
-"""Tokens of the shortest prompt that is expanded: the last tokens of a longer one take an attention of their
-own, and answers behind it are computed again as parts of prompts."""
+"""Tokens of the shortest prompt that is expanded."""
+EXPANDED_BORDER = 512
+"""Expanded keys end at a multiple of so many tokens. About as many rows are the fewest for which it pays to
+expand all keys before them, so a prompt that continues a cached one seldom expands them for fewer."""
 
 
 def num_expanded_tokens(num_prompt_tokens: int, max_expanded_tokens: int) -> int | None:
     """How many of the first tokens of a sequence attend to expanded keys: those of its prompt but the last
-    one, which a mixed step computes as a row of its round, up to a multiple of EXPANDED_TILE. Samples of a
+    one, which a mixed step computes as a row of its round, up to a multiple of EXPANDED_BORDER. Samples of a
     prompt, whose blocks are cached, so expand none of the keys before the few rows that are left. The form
     of a row follows from the tokens before it and the length of the prompt, and is the same when a preempted
     sequence is computed again.
@@ -115,7 +117,7 @@ def num_expanded_tokens(num_prompt_tokens: int, max_expanded_tokens: int) -> int
         return None
 
     most = min(num_prompt_tokens - 1, max_expanded_tokens) if num_prompt_tokens >= MIN_EXPANDED_PROMPT else 0
-    return most // EXPANDED_TILE * EXPANDED_TILE
+    return most // EXPANDED_BORDER * EXPANDED_BORDER
 
 
 def least_window_blocks(window: int, block_size: int, max_emitted_tokens: int) -> int:
@@ -307,6 +309,25 @@ def share_tokens(num_tokens: int, prompts: Items[Sequence]) -> list[int]:
         shares[index] += more
         left -= more
     return shares
+
+
+def share_step(num_tokens: int, prompts: Items[Sequence], max_expanded_tokens: int) -> list[int]:
+    """As `share_tokens`, with at most `max_expanded_tokens` expanded keys. What prompts do not get for want
+    of these, others get."""
+    refused: set[int] = set()
+    while True:
+        kept = [prompt for index, prompt in enumerate(prompts) if index not in refused]
+        given = iter(share_tokens(num_tokens, kept))
+        shares = [0 if index in refused else next(given) for index in range(len(prompts))]
+        room, num_refused = max_expanded_tokens, len(refused)
+        for index, (prompt, share) in enumerate(zip(prompts, shares, strict=True)):
+            num_keys = prompt.num_expanded_keys(share)
+            if num_keys > room:
+                refused.add(index)
+            else:
+                room -= num_keys
+        if len(refused) == num_refused:
+            return shares
 
 
 class PlannedStep(NamedTuple):

@@ -16,7 +16,7 @@ from drift_sdk.scheduling.planning import (
     TokenBudget,
     check_in_flight,
     num_expanded_tokens,
-    share_tokens,
+    share_step,
 )
 from drift_sdk.scheduling.sequence import Delta, RunningSet, Sequence, SequenceWatcher, WaitingQueue
 from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
@@ -330,20 +330,15 @@ class Scheduler:
         prompts = sorted([*prefilling, *waiting])
         num_tokens = sum([sequence.num_unplanned_tokens for sequence in prompts])
         budget = self._budget.num_tokens(len(step.decode), num_tokens, step.num_mixed_drafts)
-        shares = share_tokens(budget, prompts)
+        room, windows = self.config.max_expanded_tokens, self._blocks.windows
+        shares = share_step(budget, prompts, room)
         for sequence, share in zip(prompts, shares, strict=True):
             if share and not sequence.is_running and not self._admit(step, sequence):
                 prompts = [each for each in prompts if each.is_running]
-                shares = share_tokens(budget, prompts)
+                shares = share_step(budget, prompts, room)
                 break
 
-        windows, room = self._blocks.windows, self.config.max_expanded_tokens
         for sequence, share in zip(prompts, shares, strict=True):
-            num_keys = sequence.num_expanded_keys(share)
-            if num_keys <= room:
-                room -= num_keys
-            else:
-                share = 0
             if share and windows is not None:
                 first_index = len(sequence.window_table)
                 share = windows.extend_for_chunk(sequence, share)

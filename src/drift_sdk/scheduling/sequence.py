@@ -192,7 +192,8 @@ class Sequence:
 
     def num_expanded_keys(self, num_tokens: int) -> int:
         """The keys that are expanded for the next chunk, of so many tokens: a multiple of EXPANDED_TILE."""
-        start, most = self.num_planned_tokens, self.num_expanded_tokens or 0
+        start = self.num_planned_tokens if self.is_running else self.num_computed_tokens
+        most = self.num_expanded_tokens or 0
         end = min(start + num_tokens, most)
         return -(-end // EXPANDED_TILE) * EXPANDED_TILE if start < end else 0
 

@@ -465,6 +465,7 @@ def _graph_options(
         acceptance=acceptance,
         stages=stages,
         has_checks=config.speculation is not None and config.speculation.checks,
+        expands_latents=config.target_latency_ms_p50 is None and config.target_latency_ms_p95 is None,
         shape_log=None if config.shape_log is None else Path(config.shape_log),
     )
 

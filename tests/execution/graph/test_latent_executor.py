@@ -25,9 +25,11 @@ from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after
 from tolerances import bound
 
+from drift_sdk import EngineConfig
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -46,6 +48,7 @@ from drift_sdk.models.kv_cache import KVScales
 from drift_sdk.scheduling import planning
 from drift_sdk.spec.model import Router
 from drift_sdk.speculation import NGram
+from drift_sdk.startup.executor_factory import _graph_options
 from drift_sdk.steps import EXPANDED_TILE, ExecutorLimits, SlotSampling, StepPlan, StepResult
 
 pytestmark = [
@@ -168,7 +171,7 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
 def _expands_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short prompts are expanded too, but for their last tokens."""
     monkeypatch.setattr(planning, "MIN_EXPANDED_PROMPT", 2)
-    monkeypatch.setattr(planning, "EXPANDED_TILE", 4)
+    monkeypatch.setattr(planning, "EXPANDED_BORDER", 4)
 
 
 @pytest.mark.usefixtures("_expands_all")
@@ -232,6 +235,16 @@ def test_an_executor_with_the_limits_of_another_expands_as_many_keys() -> None:
     assert first.limits.max_model_len == first.max_expanded_tokens == EXPANDED_TILE
     second = GraphExecutor(InterpretedDevice(), decoder, first.limits, TunedTable(), options)
     assert second.max_expanded_tokens == first.max_expanded_tokens
+
+
+def test_a_latency_target_leaves_prompts_absorbed() -> None:
+    """A chunk of few tokens takes about as long as one of many where all keys before it are expanded."""
+    decoder = decoder_of(EXPANDED)
+    for target in ({}, {"target_latency_ms_p50": 20.0}, {"target_latency_ms_p95": 20.0}):
+        options = _graph_options(EngineConfig(**target, prefill_token_budget=16), None, NO_STAGE_MARKS)
+        executor = GraphExecutor(InterpretedDevice(), decoder, LIMITS, TunedTable(), options)
+        assert (executor.max_expanded_tokens == 0) == bool(target)
+        executor.close()
 
 
 @pytest.mark.slow

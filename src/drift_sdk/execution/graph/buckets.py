@@ -159,12 +159,14 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         shares_rows: bool = False,
         has_checks: bool = False,
         view_layout: ViewLayout | None = None,
+        expands_latents: bool = True,
     ) -> GraphBuckets:
         """The buckets of a model and its limits.
 
         budget: most tokens of a prefill step. draft_choices: numbers of tokens that a round may draft;
         tree_choices: those that form trees. shares_rows: the rows of a round are limited, see `tree_rounds`.
-        has_checks: rounds of speculation are checked. view_layout: of partial verification.
+        has_checks: rounds of speculation are checked. view_layout: of partial verification. expands_latents:
+        as in GraphOptions.
         """
         head_dim, dtype = decoder.spec.max_head_dim, decoder.dtype
         exact_rows = exact_prefill_config(head_dim, dtype).tile_rows
@@ -193,7 +195,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             dtype=dtype,
             view_layout=view_layout,
             has_states=bool(decoder.spec.recurrent_layers),
-            max_expanded_tokens=max_expanded_tokens(decoder, limits),
+            max_expanded_tokens=max_expanded_tokens(decoder, limits) if expands_latents else 0,
         )
 
     @property

@@ -483,6 +483,9 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     has_checks:           rounds of speculation are checked.
     view_layout:          of partial verification; None without it.
     num_checkpoints:      places for checkpoints of recurrent layers.
+    expands_latents:      prompts may attend to keys that are expanded from latents. The time of a chunk then
+                          depends on the keys before it more than on its tokens, so that no latency can be
+                          aimed at by their number.
     shape_log:            file to which the products that ran are added when the executor is closed.
     """
 
@@ -494,6 +497,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     has_checks: bool = False
     view_layout: ViewLayout | None = None
     num_checkpoints: int = 0
+    expands_latents: bool = True
     shape_log: Path | None = None
 
 
@@ -736,6 +740,7 @@ def graph_buckets(model: GpuModel, limits: ExecutorLimits, options: GraphOptions
         shares_rows=factory.max_tree_depth is not None,
         has_checks=options.has_checks and bool(factory.draft_choices),
         view_layout=options.view_layout if factory.draft_choices else None,
+        expands_latents=options.expands_latents,
     )
 
 

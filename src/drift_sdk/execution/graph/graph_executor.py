@@ -298,7 +298,8 @@ class GraphExecutor:
         self._step_timeout_s = options.step_timeout_s
         self.mixed_tokens = buckets.mixed_tokens
         # By the limits that are left, which an engine that wakes up begins with; graphs have room for more.
-        self.max_expanded_tokens = max_expanded_tokens(model.decoder, self.limits)
+        most = max_expanded_tokens(model.decoder, self.limits)
+        self.max_expanded_tokens = most if options.expands_latents else 0
         self._product_log: ProductLog | None = None
         if options.shape_log is not None:
             self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)
