@@ -56,6 +56,13 @@ def test_panels_are_limited_by_the_registers_of_sums(name: str, most: tuple[int,
     assert tuple(most_panels(weight, rows) for rows in (8, 16, 32, 64)) == most
 
 
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_few_rows_have_three_stages(kind: QuantisedFormat) -> None:
+    for num_columns in (64, 4096, 5120, 34816, 43008, 55296, 248320):
+        weight = empty_weight(kind, num_columns, 5120)
+        assert min(choose_tiles(weight, rows).num_stages for rows in (1, 8, 16, 32, 64)) >= 3
+
+
 def test_more_ctas_than_multiprocessors_have_large_ones() -> None:
     """With 3,880 panels, the cost of each CTA's first steps decides; with 544 and 64 rows, which allow four
     panels, three of 182 CTAs are faster than four of 136, of which four would run alone."""

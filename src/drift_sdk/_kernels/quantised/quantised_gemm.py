@@ -173,6 +173,8 @@ NUM_REGISTERS = 65_536
 OTHER_REGISTERS = 40
 """Registers of a thread beside its sums: fragments, scales and places."""
 MAX_STAGES = 16
+MIN_STAGES = 3
+"""Of the numbers of panels that were measured on an H200, none had fewer."""
 
 
 def choose_tiles(weight: PackedWeight, num_rows: int) -> Tiles:
@@ -190,22 +192,29 @@ def choose_tiles(weight: PackedWeight, num_rows: int) -> Tiles:
         # warpgroups.
         has_many = splits == 1 or weight.code_type not in BYTE_CODES
         rows, num_panels = (MANY_ROWS, 2 // splits) if has_many else (ROWS[-1], 2)
-    num_stages = (MAX_SHARED_BYTES - 1024) // Tiles(num_panels, rows, 1).stage_bytes(weight)
-    return Tiles(num_panels, rows, min(num_stages, MAX_STAGES) // splits * splits)
+    return Tiles(num_panels, rows, most_stages(weight, num_panels, rows))
 
 
 def choose_panels(weight: PackedWeight, rows: int) -> int:
     """Return the panels of a CTA with so many rows of x, for which the multiprocessors take the least time.
 
     One that has several CTAs works on them one after the other, and for each it waits for its first steps,
-    about as long as it works on half a panel.
+    about as long as it works on half a panel. There are MIN_STAGES at least.
     """
 
     def cost(num_panels: int) -> tuple[int, int]:
         num_ctas = -(-weight.num_panels // num_panels) * weight.num_slices
         return -(-num_ctas // FEW_ITEMS) * (2 * num_panels + 1), -num_panels
 
-    return min(range(1, most_panels(weight, rows) + 1), key=cost)
+    numbers = range(1, most_panels(weight, rows) + 1)
+    return min((each for each in numbers if most_stages(weight, each, rows) >= MIN_STAGES), key=cost)
+
+
+def most_stages(weight: PackedWeight, num_panels: int, rows: int) -> int:
+    """Return as many stages as fit, at most MAX_STAGES."""
+    splits = num_splits(weight)
+    number = (MAX_SHARED_BYTES - 1024) // Tiles(num_panels, rows, 1).stage_bytes(weight)
+    return min(number, MAX_STAGES) // splits * splits
 
 
 def most_panels(weight: PackedWeight, rows: int) -> int:
