@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drift_sdk.driver.driver import FREE_WEIGHT, PLAN_S, MaskTimer
+from drift_sdk.driver.step_timers import FREE_WEIGHT, PLAN_S, MaskTimer
 from drift_sdk.scheduling.scheduler import RowCounts
 from drift_sdk.steps import StepResult
 

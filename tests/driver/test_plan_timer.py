@@ -10,7 +10,8 @@ import pytest
 
 from drift_sdk import Engine, EngineClosed, SamplingParams
 from drift_sdk.driver import driver
-from drift_sdk.driver.driver import (
+from drift_sdk.driver.life_cycle import LoadedModel
+from drift_sdk.driver.step_timers import (
     IDLE_S,
     LEAST_MARGIN_S,
     MOST_DURATIONS,
@@ -19,7 +20,6 @@ from drift_sdk.driver.driver import (
     PlanTimer,
     kind_of,
 )
-from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.events import Report
 from drift_sdk.steps import DecodeRow, Executor, ExecutorLimits, PrefillChunk, StepPlan, StepResult
 from drift_sdk.testing import ScriptedModel

@@ -113,11 +113,9 @@ class Sequence:
         self.has_draft_kv: bool = False  # set by the scheduler
         self.num_expanded_tokens: int | None = None  # set by the scheduler, see `num_expanded_tokens`
         self.has_wrong_drafts: bool = False  # set when a check has found them wrong: no more are planned
-        self.awaits_mask: bool = False  # set while the host computes a constraint's mask: no row is planned
-        self.mask_asked_at: float = 0.0  # time.monotonic() when it was set
-        self.mask_s: float = 0.0  # how long it was set last
+        # While the host computes a constraint's mask, no row is planned; since when; how long it took last.
+        self.awaits_mask, self.mask_asked_at, self.mask_s = False, 0.0, 0.0
         self.is_bound: bool = False  # whether a plan lacked its row because the token before was not known
-
         self.token_ids: list[int] = list(prompt_ids)  # prompt and committed output
         self.num_prompt_tokens: int = len(prompt_ids)
         self.num_cached_tokens: int = 0  # prefix hit of the first admission
