@@ -133,6 +133,22 @@ def test_tokens_without_room_for_expanded_keys_go_to_other_prompts() -> None:
         assert each.token_ids == rig.story(each)
 
 
+def test_a_cached_prompt_that_an_admission_evicts_waits_for_room_for_its_keys() -> None:
+    """It was to expand none; the blocks of an older prompt are evicted before those of a newer one."""
+    room, size = MIN_EXPANDED_PROMPT, MIN_EXPANDED_PROMPT + 76
+    rig = Rig(num_blocks=600, block_size=4, prefill_token_budget=4096, max_expanded_tokens=room)
+    prompts = [[(token * number) % 5 for token in range(size)] for number in (1, 2, 3)]
+    for prompt in prompts[:2]:
+        rig.add(prompt, max_tokens=1)
+        rig.drain()
+    new, cached = rig.add(prompts[2]), rig.add([*prompts[0], 1, 2], priority=1)
+    plan = rig.launch()  # the device holds the plan to the room
+    assert new.is_running and sum(chunk.num_expanded for chunk in plan.prefill) == room
+    rig.drain()
+    assert (new.token_ids, cached.token_ids) == (rig.story(new), rig.story(cached))
+    assert cached.num_cached_tokens < room
+
+
 def test_cut_prompts_do_not_keep_new_ones_from_a_step() -> None:
     """More prompts are cut than a step has chunks, and a short one of higher priority comes."""
     rig = Rig(max_num_seqs=64, num_blocks=5000, prefill_token_budget=8)

@@ -339,6 +339,11 @@ class Scheduler:
                 break
 
         for sequence, share in zip(prompts, shares, strict=True):
+            num_keys = sequence.num_expanded_keys(share)
+            if num_keys <= room:
+                room -= num_keys
+            else:  # cached blocks of its prompt were evicted for one that was admitted before
+                share = 0
             if share and windows is not None:
                 first_index = len(sequence.window_table)
                 share = windows.extend_for_chunk(sequence, share)
