@@ -308,6 +308,22 @@ def test_errors_of_masks_are_those_of_their_requests() -> None:
     assert errors[0] is errors[2] is errors[3] is None and "odd" in str(errors[1])
 
 
+def test_a_batch_that_ends_between_two_masks_has_one_outcome_of_each() -> None:
+    requests, batch = batch_of("a", "b", "c")
+    note, ended = batch._note, []
+
+    def noting(error: DriftError | None) -> None:
+        note(error)
+        if not ended:
+            ended.append(batch.end(RequestError("late")))
+
+    batch._note = noting  # type: ignore[method-assign]
+    batch.run()
+    ((computed, rest),) = ended
+    assert computed.outcomes == ((requests[0], None),)
+    assert [request.request_id for request, _ in rest] == ["b", "c"]
+
+
 def test_requests_fail_if_no_thread_can_compute_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(worker: TextWorker, steps: object) -> None:
         raise text_worker.out_of_threads("grammar")

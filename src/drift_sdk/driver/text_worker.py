@@ -120,6 +120,7 @@ class MaskBatch:
         with self._changed:
             if self._current is not None:
                 self._outcomes.append((self._current, error))
+                self._current = None
 
 
 class TextJob:
