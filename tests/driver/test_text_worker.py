@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -25,9 +27,8 @@ from drift_sdk import (
 )
 from drift_sdk.driver import text_worker
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, TextPrompt
-from drift_sdk.driver.requests import Request
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.testing import ScriptedEngine, scripted_engine
+from drift_sdk.testing import scripted_engine
 
 
 class Stall:
@@ -97,11 +98,11 @@ class Clock:
     def monotonic(self) -> float:
         return time.monotonic() + self.offset_s
 
-    def forward(self, engine: ScriptedEngine) -> None:
+    def forward(self, worker: TextWorker) -> None:
         """Make all jobs in progress overdue."""
         self.offset_s += text_worker.JOB_TIMEOUT_S
-        with engine._driver._text_worker._changed:
-            engine._driver._text_worker._changed.notify_all()
+        with worker._changed:
+            worker._changed.notify_all()
 
 
 def test_cancelled_prompts_that_wait_for_a_thread_leave_the_queue(stall: Stall) -> None:
@@ -135,7 +136,7 @@ def test_hanging_text_work_fails_only_its_own_request(stall: Stall, monkeypatch:
             for index in range(most):
                 stream = engine.generate(f"stall {index}")
                 await until(lambda index=index: len(stall.begun) == 2 * index + 1)
-                clock.forward(engine)
+                clock.forward(engine._driver._text_worker)
                 with pytest.raises(RequestError, match=r"^prompt: expected text work of at most 60 s"):
                     await stream
                 if index < most - 1:
@@ -162,7 +163,7 @@ def test_plain_prompts_are_served_while_grammars_hang(stall: Stall, monkeypatch:
             for index in range(most):
                 stream = engine.generate(f"stall {index}", params)
                 await until(lambda index=index: len(stall.begun) == index + 1)
-                clock.forward(engine)
+                clock.forward(engine._driver._text_worker)
                 with pytest.raises(RequestError, match=r"^prompt: expected text work of at most"):
                     await stream
             for _ in range(3):
@@ -174,7 +175,7 @@ def test_plain_prompts_are_served_while_grammars_hang(stall: Stall, monkeypatch:
             for index in range(text_worker.NUM_PARALLEL):  # plain prompts that hang take the last places
                 stream = engine.generate(f"stall plain {index}")
                 await until(lambda index=index: f"stall plain {index}" in stall.begun)
-                clock.forward(engine)
+                clock.forward(engine._driver._text_worker)
                 with pytest.raises(RequestError, match="prompt"):
                     await stream
             with pytest.raises(RequestError, match="prompt"):
@@ -212,76 +213,90 @@ def test_cancelled_grammars_that_hang_make_room_for_a_waiting_plain_prompt(stall
     run("asyncio", main)
 
 
-class MaskStall:
-    """Blocks the masks of one request from its second token on, until `released` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, request_id: str) -> None:
-        self.released, self.has_begun = threading.Event(), threading.Event()
-        self.together: list[tuple[str, ...]] = []  # requests of batches that have begun
-        self._request_id, self._num_masks = request_id, 0
-        advance, run_batch = Request.advance, text_worker.MaskBatch.run
-
-        def stalling(request: Request, token_ids: tuple[int, ...]) -> None:
-            if request.request_id == self._request_id:
-                self._num_masks += 1
-                if self._num_masks == 2:
-                    self.has_begun.set()
-                    assert self.released.wait(WAIT_S)
-            advance(request, token_ids)
-
-        def noting(batch: text_worker.MaskBatch) -> None:
-            self.together.append(tuple(batch.request_id.split(", ")))
-            run_batch(batch)
-
-        monkeypatch.setattr(Request, "advance", stalling)
-        monkeypatch.setattr(text_worker.MaskBatch, "run", noting)
-
-
 WORD = "okokokokokok"
-IDS = ("a", "b", "c", "d")
+
+
+class MaskWorker:
+    """A text worker and six requests. The mask of "b" hangs until `released`."""
+
+    def __init__(self) -> None:
+        self.released, self.has_begun = threading.Event(), threading.Event()
+        self.sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.worker = TextWorker(self.sent.put)
+        self.requests: dict[str, Any] = {
+            each: SimpleNamespace(
+                request_id=each,
+                text_field="grammar",
+                is_done=False,
+                has_slow_mask=False,
+                advance=lambda ids: None,
+            )
+            for each in "abcdef"
+        }
+        self.requests["b"].advance = self._hang
+
+    def advance(self) -> None:
+        self.worker.advance([(request, (1,)) for request in self.requests.values()])
+
+    def outcomes(self) -> tuple[dict[str, DriftError | None], list[str]]:
+        """The errors of all requests, and the requests of each job."""
+        errors: dict[str, DriftError | None] = {}
+        jobs = []
+        while len(errors) < len(self.requests):
+            computed = self.sent.get(timeout=WAIT_S)
+            errors |= {request.request_id: error for request, error in computed.outcomes}
+            jobs.append("".join(request.request_id for request, _ in computed.outcomes))
+        return errors, jobs
+
+    def close(self) -> None:
+        self.released.set()
+        self.worker.close()
+
+    def _hang(self, token_ids: tuple[int, ...]) -> None:
+        self.has_begun.set()
+        assert self.released.wait(WAIT_S)
+
+
+@pytest.fixture
+def masks() -> Iterator[MaskWorker]:
+    masks = MaskWorker()
+    yield masks
+    masks.close()
 
 
 @pytest.mark.parametrize("way", ["overdue", "cancelled", "released"])
 def test_a_mask_that_hangs_delays_no_other_request_of_its_batch(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    way: str, masks: MaskWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The masks after a step are one job. Those behind one that hangs go on as soon as its request ends."""
-    clock, stall = Clock(monkeypatch), MaskStall(monkeypatch, "b")
-    params = SamplingParams(grammar=Regex(WORD))
-
-    async def main() -> None:
-        async with scripted_engine(WORD, step_s=0.002) as engine:
-            streams = {each: engine.generate("x", params, request_id=each) for each in IDS}
-            await until(stall.has_begun.is_set)
-            if way == "overdue":
-                clock.forward(engine)
-            elif way == "cancelled":
-                streams["b"].cancel()
-            else:
-                stall.released.set()
-            with anyio.fail_after(WAIT_S / 2):
-                for each in ("a", "c", "d"):
-                    assert (await streams[each]).text == WORD
-            if way == "overdue":
-                with pytest.raises(RequestError, match=r"^grammar: expected text work of at most 60 s"):
-                    await streams["b"]
-            else:
-                assert (await streams["b"]).finish_reason == ("cancelled" if way == "cancelled" else "stop")
-            assert (await engine.generate("x", params)).text == WORD
-            stall.released.set()
-
-    try:
-        run("asyncio", main)
-    finally:
-        stall.released.set()
-    assert any(len(set(batch) & set(IDS)) > 1 for batch in stall.together)
+    """The masks after a step are two jobs. Those behind one that hangs go on as soon as its request ends."""
+    clock = Clock(monkeypatch)
+    masks.advance()
+    assert masks.has_begun.wait(WAIT_S)
+    if way == "overdue":
+        clock.forward(masks.worker)
+    elif way == "cancelled":
+        masks.requests["b"].is_done = True
+        masks.worker.abandon(masks.requests["b"])
+    else:
+        masks.released.set()
+    errors, jobs = masks.outcomes()
+    error = errors.pop("b")
+    assert set(errors.values()) == {None} and (error is None) == (way != "overdue")
+    assert sorted(jobs) == (["ace", "bdf"] if way == "released" else ["ace", "b", "df"])
 
 
-def batch_of(*request_ids: str) -> tuple[list[SimpleNamespace], text_worker.MaskBatch]:
-    requests = [
+def test_a_request_with_slow_masks_has_a_job_of_its_own(masks: MaskWorker) -> None:
+    masks.requests["b"].has_slow_mask = True
+    masks.released.set()
+    masks.advance()
+    assert sorted(masks.outcomes()[1]) == ["adf", "b", "ce"]
+
+
+def batch_of(*request_ids: str) -> tuple[list[Any], text_worker.MaskBatch]:
+    requests: list[Any] = [
         SimpleNamespace(request_id=each, is_done=False, advance=lambda ids: None) for each in request_ids
     ]
-    return requests, text_worker.MaskBatch([(request, (1,)) for request in requests])  # type: ignore[misc]
+    return requests, text_worker.MaskBatch([(request, (1,)) for request in requests])
 
 
 def test_a_batch_that_has_not_begun_fails_as_a_whole() -> None:
@@ -308,7 +323,7 @@ def test_errors_of_masks_are_those_of_their_requests() -> None:
     assert errors[0] is errors[2] is errors[3] is None and "odd" in str(errors[1])
 
 
-def test_a_batch_that_ends_between_two_masks_has_one_outcome_of_each() -> None:
+def test_a_batch_that_ends_between_two_masks_has_one_outcome_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, batch = batch_of("a", "b", "c")
     note, ended = batch._note, []
 
@@ -317,7 +332,7 @@ def test_a_batch_that_ends_between_two_masks_has_one_outcome_of_each() -> None:
         if not ended:
             ended.append(batch.end(RequestError("late")))
 
-    batch._note = noting  # type: ignore[method-assign]
+    monkeypatch.setattr(batch, "_note", noting)
     batch.run()
     ((computed, rest),) = ended
     assert computed.outcomes == ((requests[0], None),)
@@ -336,29 +351,6 @@ def test_requests_fail_if_no_thread_can_compute_their_masks(monkeypatch: pytest.
             assert (await engine.generate("x")).text == WORD
 
     run("asyncio", main)
-
-
-def test_a_request_with_slow_masks_has_jobs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone: list[str] = []
-    add_mask = TextWorker._add_mask
-
-    def noting(worker: TextWorker, request: Request, token_ids: tuple[int, ...]) -> None:
-        alone.append(request.request_id)
-        add_mask(worker, request, token_ids)
-
-    monkeypatch.setattr(TextWorker, "_add_mask", noting)
-    monkeypatch.setattr(Request, "has_slow_mask", property(lambda request: request.request_id == "b"))
-    stall = MaskStall(monkeypatch, "nobody")
-    params = SamplingParams(grammar=Regex(WORD))
-
-    async def main() -> None:
-        async with scripted_engine(WORD, step_s=0.002) as engine:
-            streams = [engine.generate("x", params, request_id=each) for each in IDS]
-            for stream in streams:
-                assert (await stream).text == WORD
-
-    run("asyncio", main)
-    assert "b" in alone and stall.together and not any("b" in batch for batch in stall.together)
 
 
 def test_closing_does_not_wait_for_hanging_text_work(
