@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import tolerances
@@ -45,8 +46,14 @@ WINDOWS = [
 """As SHAPES, with the keys that a row sees."""
 
 
+CACHES = [*product((64, 256), (False, True))]
+"""Tokens of a block, and whether layers have sinks."""
+Alone = Callable[[Prompt, int], torch.Tensor]
+Heads = tuple[int, int, int]
+
+
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Prompt, int], torch.Tensor]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
     """Attention of a prompt by the kernel in Triton."""
 
     def attend(prompt: Prompt, tile_rows: int) -> torch.Tensor:
@@ -75,18 +82,13 @@ def assert_near(found: torch.Tensor, prompt: Prompt) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("block_size", [64, 256])
-@pytest.mark.parametrize(("heads", "tile_rows"), SHAPES, ids=str)
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_of_all_shapes(
-    heads: tuple[int, int, int],
-    block_size: int,
-    has_sinks: bool,
-    tile_rows: int,
-    alone: Callable[[Prompt, int], torch.Tensor],
-    device: str,
+    shape: tuple[Heads, int], cache: tuple[int, bool], alone: Alone, device: str
 ) -> None:
     """With NaN wherever no key was written."""
+    (heads, tile_rows), (block_size, has_sinks) = shape, cache
     for chunks in CHUNKS:
         prompt = Prompt(chunks, heads, block_size, device, torch.bfloat16, MAX_KEYS, has_sinks=has_sinks)
         assert_near(attend(prompt, tile_rows, None), prompt)
@@ -96,19 +98,13 @@ def test_sums_of_all_shapes(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("block_size", [64, 256])
-@pytest.mark.parametrize(("heads", "tile_rows", "window"), WINDOWS, ids=str)
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("shape", WINDOWS, ids=str)
 def test_sums_of_windows(
-    heads: tuple[int, int, int],
-    tile_rows: int,
-    window: int,
-    block_size: int,
-    has_sinks: bool,
-    alone: Callable[[Prompt, int], torch.Tensor],
-    device: str,
+    shape: tuple[Heads, int, int], cache: tuple[int, bool], alone: Alone, device: str
 ) -> None:
     """With NaN in all blocks that no row sees, also in those before the window."""
+    (heads, tile_rows, window), (block_size, has_sinks) = shape, cache
     for chunks in CHUNKS:
         prompt = Prompt(
             chunks, heads, block_size, device, torch.bfloat16, MAX_KEYS, window=window, has_sinks=has_sinks
@@ -123,16 +119,10 @@ def test_sums_of_windows(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("block_size", [64, 256])
+@pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("heads", [(8, 2, 512), (3, 1, 512), (32, 4, 512)], ids=str)
-def test_sums_of_wide_heads(
-    heads: tuple[int, int, int],
-    block_size: int,
-    has_sinks: bool,
-    alone: Callable[[Prompt, int], torch.Tensor],
-    device: str,
-) -> None:
+def test_sums_of_wide_heads(heads: Heads, cache: tuple[int, bool], alone: Alone, device: str) -> None:
+    block_size, has_sinks = cache
     for chunks in CHUNKS:
         prompt = Prompt(chunks, heads, block_size, device, torch.bfloat16, MAX_KEYS, has_sinks=has_sinks)
         exact = attend(prompt, 64, Partitions.of_layer(512, 0))
@@ -142,10 +132,8 @@ def test_sums_of_wide_heads(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(64, 8, 64), (16, 2, 256), (8, 2, 512)], ids=str)
-def test_sums_of_many_rows_with_sinks(
-    heads: tuple[int, int, int], alone: Callable[[Prompt, int], torch.Tensor], device: str
-) -> None:
-    """One row of 10,000 had other bits: the score of its sink was rounded once more."""
+def test_sums_of_many_rows_with_sinks(heads: Heads, alone: Alone, device: str) -> None:
+    """A few rows had other bits: the score of the sink was rounded once more."""
     prompt = Prompt([(0, 0, 4096)], heads, 64, device, torch.bfloat16, MAX_KEYS, has_sinks=True)
     assert torch.equal(attend(prompt, 64, Partitions.of_layer(heads[2], 0)), alone(prompt, 64))
 
