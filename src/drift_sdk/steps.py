@@ -52,7 +52,7 @@ MAX_CHUNKS = 32
 row of the draft for every chunk, and in Triton a program of attention for every head of it."""
 
 EXPANDED_TILE = 128
-"""Keys for which latents are expanded at a time: those of a step take multiples of it for each sequence."""
+"""Keys for which latents are expanded at a time: a step expands a multiple of it for each sequence."""
 
 
 Verification = Literal["whole", "partial", "refresh"]

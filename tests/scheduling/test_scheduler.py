@@ -86,7 +86,7 @@ def test_cached_tokens_of_a_waiting_prompt_do_not_count() -> None:
 @pytest.mark.parametrize("length", [MIN_EXPANDED_PROMPT, MIN_EXPANDED_PROMPT + EXPANDED_BORDER - 2])
 def test_samples_of_a_long_prompt_expand_no_keys(length: int) -> None:
     """They share its blocks, so expanding all keys for the few tokens that are left would take longer than
-    these, and the room of a step is that of one prompt."""
+    these, and a step has room for one prompt."""
     room = MIN_EXPANDED_PROMPT + EXPANDED_BORDER
     rig = Rig(num_blocks=5000, prefill_token_budget=room, max_expanded_tokens=room)
     prompt = [token % 5 for token in range(length)]
@@ -134,7 +134,7 @@ def test_tokens_without_room_for_expanded_keys_go_to_other_prompts() -> None:
 
 
 def test_a_cached_prompt_that_an_admission_evicts_waits_for_room_for_its_keys() -> None:
-    """It was to expand none; the blocks of an older prompt are evicted before those of a newer one."""
+    """It was to expand none; blocks of an older prompt are evicted first."""
     room, size = MIN_EXPANDED_PROMPT, MIN_EXPANDED_PROMPT + 76
     rig = Rig(num_blocks=600, block_size=4, prefill_token_budget=4096, max_expanded_tokens=room)
     prompts = [[(token * number) % 5 for token in range(size)] for number in (1, 2, 3)]

@@ -45,7 +45,7 @@ class PlanTimer:
     before the end. The margin grows if the device has been idle, for example because other threads kept the
     interpreter's lock; then steps are planned at once, as long as they are shorter than the margin.
 
-    All times are those of one clock, in seconds.
+    All times are of one clock, in seconds.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class MaskTimer:
     in a second; the others count more, because they are slowed down. Nothing waits for sequences whose masks
     take longer than a step, and on an idle device not for longer than twice the time that they took last.
 
-    All times are those of one clock, in seconds.
+    All times are of one clock, in seconds.
     """
 
     def __init__(self) -> None:

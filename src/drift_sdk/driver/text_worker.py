@@ -67,9 +67,8 @@ class Client(Protocol):
 
 
 class MaskBatch:
-    """The next masks of several requests, computed one after another.
-
-    A job for each would take several times as long: most masks take less time than to wake a thread.
+    """The next masks of several requests, computed one after another: most take less time than to wake a
+    thread.
     """
 
     text_field = "grammar"

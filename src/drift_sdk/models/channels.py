@@ -187,8 +187,8 @@ def _allocate_matrices(
     allocation: Allocation,
     num_more: int = 0,
 ) -> tuple[ExpertMatrices, ExpertMatrices]:
-    """The gate and up, and the down projections. prefix: of the experts' tensors. num_more: matrices behind
-    those of the experts, if they are dense."""
+    """The gate and up, and the down projections. prefix: of the experts' tensors. num_more: further
+    matrices behind the experts', if these are dense."""
     num_experts, size = spec.num_experts, spec.intermediate_size
     if names.layout == "mxfp4":
 

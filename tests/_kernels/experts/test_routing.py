@@ -73,7 +73,7 @@ def test_chosen_experts_equal_the_reference(
 @pytest.mark.parametrize("size", [0, 40, 2050])
 @pytest.mark.parametrize("router", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
 def test_joined_expert_is_the_first_of_each_row(router: Router, size: int, device: str) -> None:
-    """The others have the bits that they have without it. Its weight is 1, or that of a gate of this size."""
+    """The others have the bits that they have without it. It weighs 1, or what a gate of this size gives."""
     generator = torch.Generator().manual_seed(5)
     num_rows, num_experts, num_active = 11, 12, 3
     logits = torch.randn(2, num_rows, num_experts, generator=generator).to(device)

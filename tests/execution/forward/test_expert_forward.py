@@ -175,7 +175,7 @@ def test_joined_expert_of_another_format_becomes_an_mlp_again() -> None:
 @pytest.mark.parametrize("has_gate", [False, True])
 @pytest.mark.parametrize("layout", ["each", "stacked", "transposed"])
 def test_a_shared_expert_is_joined_where_both_can_be_one_weight(layout: Any, has_gate: bool) -> None:
-    """Its tensors fill the last of the matrices; those of another shape or form keep an MLP."""
+    """Its tensors fill the last of the matrices; an expert of another shape or form keeps an MLP."""
     spec = Experts(
         num_experts=4,
         num_active=2,

@@ -97,7 +97,7 @@ JOINED = read_spec(
 
 @pytest.mark.parametrize("form", ["expanded", "fp8"])
 def test_shared_experts_are_written_where_they_are_joined(form: WeightForm) -> None:
-    """All tensors; and without quantisation those of the shared expert alone."""
+    """All tensors; and without quantisation the shared expert's alone."""
 
     def drawn(seed: int) -> Decoder:
         decoder = Decoder.random(JOINED, device=DEVICE, dtype=torch.float32, form=form, seed=seed)

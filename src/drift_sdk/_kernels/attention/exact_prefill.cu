@@ -1,7 +1,7 @@
 // Sums of attention of prompts with the bits of decoding: prefill.py describes it. Follows prefill_rows.cu.
 // Macros: NARROW, NARROW_END, NUM_DOUBLINGS: of partitions, which consist of whole tiles of KEYS keys.
 //
-// Order of summation: that of softmax.py, in which a tile has PART_KEYS keys. With a window, the first tile is that of
+// Order of summation: that of softmax.py, in which a tile has PART_KEYS keys. With a window, the first tile holds
 // the first key that a row of the tile sees. Sums of all partitions before are
 // in shared memory; those of a partition are in registers.
 

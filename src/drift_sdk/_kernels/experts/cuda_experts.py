@@ -365,7 +365,7 @@ def cuda_route(
     """Fill `rows`, where `has_cuda_route`: `multiply`, `choose_experts` and `list_rows` in this order.
 
     x [R, K] and weight [E, K], bfloat16. bias: [E] bfloat16, for a router of the kind "softmax". correction:
-    [E] float32, for one of the kind "sigmoid". A joined expert has no gate. The other arguments are those of
+    [E] float32, for one of the kind "sigmoid". A joined expert has no gate. Other arguments as of
     `choose_experts`. Raises ValueError for another shape, type or layout.
     """
     check_range("num_joined", num_joined, 0, 1)

@@ -303,7 +303,7 @@ def has_few_rows(num_rows: int, spec: Experts) -> bool:
 
 def take_counts(workspace: Workspace, num_layers: int, spec: Experts, name: str = "expert_counts") -> Tensor:
     """The number of rows of each expert in each layer of the latest pass, [num_layers, E or more] int32.
-    Those of layers without experts, and behind the experts of a layer, are undefined. name: of the buffer."""
+    Numbers of layers without experts, and behind a layer's experts, are undefined. name: of the buffer."""
     num_columns = spec.num_experts
     if spec.num_joinable:  # layers begin at multiples of 16 bytes where they did without a joined expert
         num_columns = -(-(num_columns + 1) // 4) * 4
