@@ -62,7 +62,8 @@ def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
             block_size=BLOCK_SIZE,
             vocab_size=spec.vocab_size,
         )
-        options = GraphOptions(prefill_token_budget=prefill_token_budget(engine, "cuda"))
+        budget = prefill_token_budget(engine, "cuda", has_experts=spec.experts is not None)
+        options = GraphOptions(prefill_token_budget=budget)
         GraphExecutor(device, decoder, limits, table_for(GPU), options, drafter_factory=factory).close()
     return list({repr(kernel): kernel for kernel in device.kernels}.values())
 
