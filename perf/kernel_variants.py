@@ -62,8 +62,7 @@ def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
             block_size=BLOCK_SIZE,
             vocab_size=spec.vocab_size,
         )
-        budget = prefill_token_budget(engine, "cuda", has_experts=spec.experts is not None)
-        options = GraphOptions(prefill_token_budget=budget)
+        options = GraphOptions(prefill_token_budget=prefill_token_budget(engine, "cuda"))
         GraphExecutor(device, decoder, limits, table_for(GPU), options, drafter_factory=factory).close()
     return list({repr(kernel): kernel for kernel in device.kernels}.values())
 

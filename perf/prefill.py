@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
-from drift_sdk.config import prefill_token_budget
+from drift_sdk.config import PREFILL_TOKEN_BUDGETS
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.decoding import slow_paths
 from perf.harness.numbers import at_least
@@ -41,7 +41,7 @@ class PrefillOptions(Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str = "auto"
     executor: str = "auto"
-    prefill_token_budget: int | None = None
+    prefill_token_budget: int = PREFILL_TOKEN_BUDGETS["cuda"]
     strict_performance: bool = False
     fast_prompts: bool = False
     repeats: int = 5
@@ -78,10 +78,7 @@ async def measure(
         "strict_performance": options.strict_performance,
         "fast_prompts": options.fast_prompts,
     }
-    config = EngineConfig(**settings)
-    has_experts = model.spec.experts is not None
-    budget = prefill_token_budget(config, options.device.partition(":")[0], has_experts=has_experts)
-    async with Engine(model.path, config) as engine:
+    async with Engine(model.path, EngineConfig(**settings)) as engine:
         for num_tokens in lengths:
             times = [
                 await first_token_seconds(
@@ -97,7 +94,7 @@ async def measure(
                 executor=engine.executor,
                 model=model.name,
                 dtype=model.dtype_name or dtype_name(options.dtype, options.device),
-                prefill_token_budget=budget,
+                prefill_token_budget=options.prefill_token_budget,
                 matmul_tflop_s=peak_tflop_s,
                 config=options.config_name,
                 slow_paths=slow_paths(engine.stats()),
@@ -127,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--tokens", type=at_least(1), nargs="+", default=(8192, 32_768), help="prompt lengths"
     )
     arguments_parser.add_argument(
-        "--prefill-token-budget", type=at_least(1), help="as in EngineConfig (default: of the model)"
+        "--prefill-token-budget", type=at_least(1), default=PREFILL_TOKEN_BUDGETS["cuda"]
     )
     arguments_parser.add_argument(
         "--peer", nargs="+", choices=("vllm",), default=(), help="engines to measure in the same run"

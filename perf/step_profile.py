@@ -273,8 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             acceptance = acceptance_of(drafting.simulated_length or 1.0)
         print(f"opening {model.name}", flush=True)
         opened = open_model(model.path, config, ignore_progress, acceptance=acceptance)
-        budget = prefill_token_budget(config, "cuda", has_experts=model.spec.experts is not None)
-        slots = ManualDriver(opened.executor, prefill_token_budget=budget)
+        slots = ManualDriver(opened.executor, prefill_token_budget=prefill_token_budget(config, "cuda"))
 
         def rounds(number: int) -> None:
             for _ in range(number):

@@ -61,9 +61,7 @@ class Driven(Struct, frozen=True, kw_only=True):
 
     def slots(self, executor: Executor) -> ManualDriver:
         """A driver that launches steps of `executor`."""
-        has_experts = self.model.spec.experts is not None
-        budget = prefill_token_budget(self.config, "cuda", has_experts=has_experts)
-        return ManualDriver(executor, prefill_token_budget=budget)
+        return ManualDriver(executor, prefill_token_budget=prefill_token_budget(self.config, "cuda"))
 
     def work(self, batch: int, mean_context: float) -> dict[str, Work]:
         """The work of each stage, see `stage_work`."""

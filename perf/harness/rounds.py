@@ -133,8 +133,8 @@ def batch_config(model: Model, scenarios: Sequence[Scenario], options: DecodeOpt
     All sequences of a batch can start in one step: the prefix cache lacks one block of each.
     """
     config = engine_config(model, scenarios, options)
-    budget = prefill_token_budget(config, "cuda", has_experts=model.spec.experts is not None)
-    return config.replace(prefill_token_budget=max(budget, BLOCK_SIZE * config.max_num_seqs))
+    budget = max(prefill_token_budget(config, "cuda"), BLOCK_SIZE * config.max_num_seqs)
+    return config.replace(prefill_token_budget=budget)
 
 
 async def measure_rounds(

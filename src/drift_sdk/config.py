@@ -26,9 +26,6 @@ __all__ = ["PREFILL_TOKEN_BUDGETS", "EngineConfig", "EngineOptions", "prefill_to
 PREFILL_TOKEN_BUDGETS = {"cpu": 256, "cuda": 2048}
 """Most prompt tokens in a step by default, by type of device. On a CPU, a step takes long, and its end is
 waited for by other sequences, by cancelling and by closing."""
-EXPERTS_TOKEN_BUDGET = 8192
-"""Most prompt tokens in a step on a GPU by default, of a model with experts. A step of many tokens reads the
-weights of all experts, of which a token uses few: they are read for as many tokens as possible."""
 
 ToolFormat = Literal[
     "auto",
@@ -112,9 +109,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               the KV cache. Without effect on a CPU. kv_cache_tokens takes precedence.
     prefill_token_budget:     most prompt tokens computed in one step, 1 to 2**20; longer prompts are cut into
                               chunks. Cancelling and closing wait for the end of a step. None = 2,048 on a
-                              GPU, 8,192 there for models with experts, 256 on a CPU. While other sequences
-                              decode, steps have at most half of it, and at most 1,024 for each token
-                              that these sequences get from a step.
+                              GPU, 256 on a CPU.
     max_queued_requests:      most requests waiting to start, at least 0; further ones raise QueueFull. None =
                               unbounded.
     target_latency_ms_p50:    target for the median time between tokens, in milliseconds, over 0: the prefill
@@ -307,10 +302,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return replace_fields(ConfigError, self, changes)
 
 
-def prefill_token_budget(config: EngineConfig, device_type: str, *, has_experts: bool) -> int:
+def prefill_token_budget(config: EngineConfig, device_type: str) -> int:
     """The most prompt tokens in a step of an engine on a device of a type."""
-    if config.prefill_token_budget is not None:
-        return config.prefill_token_budget
-
-    is_larger = has_experts and device_type == "cuda"
-    return EXPERTS_TOKEN_BUDGET if is_larger else PREFILL_TOKEN_BUDGETS[device_type]
+    return config.prefill_token_budget or PREFILL_TOKEN_BUDGETS[device_type]

@@ -7,8 +7,6 @@ from statistics import quantiles
 
 import pytest
 
-from drift_sdk import EngineConfig
-from drift_sdk.config import prefill_token_budget
 from drift_sdk.scheduling.planning import TokenBudget
 
 MANY = 10**6
@@ -96,30 +94,6 @@ def test_shared_pass_is_at_most_half_of_the_budget() -> None:
         for max_tokens in (2048, 600, 100, 20, 8)
     ]
     assert found == [448, 300, 50, 16, 8]
-
-
-@pytest.mark.parametrize(
-    ("device_type", "has_experts", "budget"),
-    [("cuda", False, 2048), ("cuda", True, 8192), ("cpu", False, 256), ("cpu", True, 256)],
-)
-def test_default_budget_follows_from_device_and_experts(
-    device_type: str, has_experts: bool, budget: int
-) -> None:
-    assert prefill_token_budget(EngineConfig(), device_type, has_experts=has_experts) == budget
-    given = EngineConfig(prefill_token_budget=40)
-    assert prefill_token_budget(given, device_type, has_experts=has_experts) == 40
-
-
-def test_a_large_budget_is_shared_as_a_smaller_one() -> None:
-    """What is more of it is for steps that no sequence waits for."""
-    mixed = {0: ((64, (64, 1024, 4096)),)}
-    budget = TokenBudget(max_tokens=8192, block_size=16, mixed_tokens=mixed)
-    assert [budget.num_tokens(rows, MANY) for rows in (0, 1, 64, 65)] == [8192, 1024, 1024, 512]
-    for _ in range(100):
-        budget.observe(0, 8, 24, 0.012)
-    assert budget.num_tokens(1, MANY) == pytest.approx(3072, abs=1)
-    eager = TokenBudget(max_tokens=8192, block_size=16, prefer_high_throughput=True)
-    assert eager.num_tokens(1, MANY) == 8192
 
 
 def test_share_grows_with_the_tokens_of_a_round() -> None:

@@ -103,7 +103,7 @@ def test_memory_and_products_are_measured_when_the_threads_have_ended(
 
     def part(index: int) -> ModelPart:
         device = torch.device("cuda", index)
-        spec = SimpleNamespace(vocab_size=64, num_layers=1, recurrent_layers=(), experts=None)
+        spec = SimpleNamespace(vocab_size=64, num_layers=1, recurrent_layers=())
         decoder: Any = SimpleNamespace(device=device, spec=spec, dtype=torch.float32)
         memory: Any = NotedMemory([], device)
         memory._events = events
@@ -135,7 +135,7 @@ def test_executor_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch,
     executor = SimpleNamespace(round_costs=round_costs, close=lambda: closed.append("executor"))
     table = SimpleNamespace(untuned={"256x256"} if is_strict else set())
     device = torch.device("cuda", 0)
-    spec = SimpleNamespace(vocab_size=64, num_layers=1, recurrent_layers=(), experts=None)
+    spec = SimpleNamespace(vocab_size=64, num_layers=1, recurrent_layers=())
     decoder: Any = SimpleNamespace(device=device, spec=spec, dtype=torch.float32)
     drafter: Any = SimpleNamespace(
         draft=None,

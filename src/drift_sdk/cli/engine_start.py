@@ -55,7 +55,7 @@ SERVE_SETTINGS: Settings = {
 
 WITHOUT_OPTION = {
     "max_model_len": "the model's own context",
-    "prefill_token_budget": "2048 on a GPU, 8192 with experts, 256 on a CPU",
+    "prefill_token_budget": "2048 on a GPU, 256 on a CPU",
     "kv_dtype": "as dtype",
     "weights": "stored where kernels multiply by them, else expanded",
     "kv_cache_tokens": "as many as fit",

@@ -136,9 +136,6 @@ WINDOW = 128
 SPREAD_ROWS = 24
 """Decode rows for each mixed step over which the waiting prompt tokens are spread: the more rows decode, the
 shorter are the steps that all of them wait for, and the longer the prompts wait."""
-MAX_SHARED_TOKENS = 2048
-"""Most tokens of the budget that prompts get a part of while other sequences decode, which wait for the step:
-a larger budget is for the time in which none do."""
 MIN_SPREAD_TOKENS = 192
 """Least tokens of a step when prompts are spread: if fewer wait, one step takes them all."""
 
@@ -157,11 +154,10 @@ class TokenBudget:
     - If one pass can compute prompts together with the decode rows: the waiting tokens, spread over a step
       for every SPREAD_ROWS decode rows, or over fewer steps if a sequence gets several tokens from each. This
       is at least MIN_SPREAD_TOKENS, if so many wait, and rounded up to the next size of such a pass
-      (`mixed_tokens`, as in SchedulerConfig), if there is one. At most half of `max_tokens` and of
-      MAX_SHARED_TOKENS, a block at least, times the average number of tokens that a decoding sequence gets
-      from a step: a round of speculation emits several tokens, so it may take longer in proportion. At most
-      `max_tokens`.
-    - Two passes take longer: a quarter in place of half, however many tokens wait.
+      (`mixed_tokens`, as in SchedulerConfig), if there is one. At most half of `max_tokens`, a block at
+      least, times the average number of tokens that a decoding sequence gets from a step: a round of
+      speculation emits several tokens, so it may take longer in proportion. At most `max_tokens`.
+    - Two passes take longer: a quarter of `max_tokens` in place of half, however many tokens wait.
 
     The last two rules also apply with a latency target until a step with prefill tokens has been measured.
     """
@@ -231,9 +227,8 @@ class TokenBudget:
         return self._share(4)
 
     def _share(self, divisor: int) -> int:
-        """A part of the budget, in proportion to the tokens that a decoding sequence gets from a step."""
-        shared = min(self.max_tokens, MAX_SHARED_TOKENS)
-        share = min(self.max_tokens, max(shared // divisor, self._block_size))
+        """A part of `max_tokens`, in proportion to the tokens that a decoding sequence gets from a step."""
+        share = min(self.max_tokens, max(self.max_tokens // divisor, self._block_size))
         return min(self.max_tokens, int(share * self._tokens_per_row))
 
     def observe(

@@ -412,7 +412,7 @@ def open_graph_executor(
     states = size_states(config, decoder.spec, decoder.dtype, room, "graph")
     config = _with_slots(config, states)
     limits = _limits(config, decoder, demand, room if states is None else states.left(room))
-    options = _graph_options(config, decoder.spec, acceptance, stages or NO_STAGE_MARKS)
+    options = _graph_options(config, acceptance, stages or NO_STAGE_MARKS)
     layout = view_layout(config, limits, drafter_factory.draft_choices)
     num_checkpoints = 0 if states is None else states.num_checkpoints
     options = replace(options, view_layout=layout, num_checkpoints=num_checkpoints)
@@ -454,12 +454,12 @@ def _with_slots(config: EngineConfig, states: StateSize | None) -> EngineConfig:
 
 
 def _graph_options(
-    config: EngineConfig, spec: ModelSpec, acceptance: AcceptanceFactory | None, stages: StageMarks
+    config: EngineConfig, acceptance: AcceptanceFactory | None, stages: StageMarks
 ) -> GraphOptions:
     from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 
     return GraphOptions(
-        prefill_token_budget=prefill_token_budget(config, "cuda", has_experts=spec.experts is not None),
+        prefill_token_budget=prefill_token_budget(config, "cuda"),
         fast_prompts=config.fast_prompts,
         step_timeout_s=config.step_timeout_s,
         acceptance=acceptance,

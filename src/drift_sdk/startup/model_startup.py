@@ -99,7 +99,7 @@ def prepared_graphs(
     from drift_sdk.execution.graph.buckets import prefill_buckets
 
     prepare_cache_keys()
-    budget = prefill_token_budget(config, "cuda", has_experts=model.experts is not None)
+    budget = prefill_token_budget(config, "cuda")
     row_counts = prefill_buckets(budget) if config.fast_prompts else ()
     with ExitStack() as stack:
         for memory in memories:
@@ -216,7 +216,7 @@ def _scheduling(
         max_num_seqs=limits.max_num_seqs,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
-        prefill_token_budget=prefill_token_budget(config, device.type, has_experts=model.experts is not None),
+        prefill_token_budget=prefill_token_budget(config, device.type),
         draft_choices=drafter_factory.draft_choices,
         max_tree_depth=drafter_factory.max_tree_depth,
         is_draft_adaptive=drafter_factory.is_adaptive,

@@ -239,8 +239,7 @@ def window_demand(
     speculation = config.speculation
     longest = max(window for window in spec.windows if window is not None)
     is_cut = executor == "graph" and block_size % ATTENTION_TILE != 0
-    device_type = "cuda" if executor == "graph" else "cpu"
-    budget = prefill_token_budget(config, device_type, has_experts=spec.experts is not None)
+    budget = prefill_token_budget(config, "cuda" if executor == "graph" else "cpu")
     return WindowDemand(
         window=longest + (ATTENTION_TILE - 1 if is_cut else 0),
         bytes_per_block=bytes_per_token * block_size,

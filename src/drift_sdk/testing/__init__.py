@@ -426,7 +426,7 @@ def scripted_scheduling(
         max_num_seqs=limits.max_num_seqs,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
-        prefill_token_budget=prefill_token_budget(config, "cuda", has_experts=False),
+        prefill_token_budget=prefill_token_budget(config, "cuda"),
         draft_choices=(tokens_per_step - 1,) if tokens_per_step > 1 else (),
         is_draft_adaptive=False,
         target_latency_ms_p50=config.target_latency_ms_p50,
