@@ -21,7 +21,7 @@ import torch
 import triton
 from msgspec.structs import asdict, replace
 
-from drift_sdk._kernels.experts.cuda_experts import CAPABILITY, CudaTiles, RingTiles
+from drift_sdk._kernels.experts.cuda_experts import CAPABILITY, AnyTiles, CudaTiles, RingTiles, WideTiles
 from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig, expert_gemm_config
 from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk._kernels.gemm.tuning import TunedTable
@@ -47,7 +47,7 @@ WEIGHT_TILES = ((64, 4), (128, 4), (128, 8))
 """Rows of the weight and warps of ExpertGemmConfig: 64 rows of a warpgroup, so that the bits are the same."""
 OWN = "own"
 
-Tiles = ExpertGemmConfig | CudaTiles | RingTiles
+Tiles = ExpertGemmConfig | AnyTiles
 Job = tuple[Model, str, int, Tiles | None]
 """A model, a product, a number of rows, and tiles; None: the engine's own."""
 
@@ -68,6 +68,8 @@ def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
         yield from itertools.starmap(CudaTiles, MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES)
         if gpu_limits().capability == CAPABILITY:
             yield from itertools.starmap(RingTiles, RINGS)
+        if num_rows >= MANY_ROWS:
+            yield WideTiles()
         return
 
     sizes = num_rows, experts.num_experts, experts.num_active

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.experts.cuda_experts import (
-    CudaTiles,
-    RingTiles,
+    AnyTiles,
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
     cuda_tiles,
@@ -157,7 +156,7 @@ def prepare_product(
     kernel: str,
     num_rows: int,
     device: str,
-    tiles: ExpertGemmConfig | CudaTiles | RingTiles | None = None,
+    tiles: ExpertGemmConfig | AnyTiles | None = None,
     *,
     num_routes: int | None = None,
 ) -> Prepared:
@@ -181,7 +180,7 @@ def prepare_product(
         clamped = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
 
         def call(rows: ExpertRows) -> None:
-            if isinstance(tiles, CudaTiles | RingTiles) and clamped is not None:
+            if isinstance(tiles, AnyTiles) and clamped is not None:
                 cuda_gated_expert_multiply(x, matrix, rows, out, clamped, tiles)
             elif isinstance(tiles, ExpertGemmConfig):
                 gated_expert_multiply(x, matrix, rows, out, tiles, clamped or experts.activation)
@@ -190,7 +189,7 @@ def prepare_product(
         out = torch.empty(experts.num_active, num_rows, columns, device=device)
 
         def call(rows: ExpertRows) -> None:
-            if isinstance(tiles, CudaTiles | RingTiles):
+            if isinstance(tiles, AnyTiles):
                 cuda_expert_multiply(x, matrix, rows, out, tiles)
             else:
                 expert_multiply(x, matrix, rows, out, tiles)
@@ -202,9 +201,7 @@ def prepare_product(
     return Prepared(step, len(made), (out,))
 
 
-def default_tiles(
-    rows: ExpertRows, matrix: ExpertMatrix, *, is_gated: bool
-) -> ExpertGemmConfig | CudaTiles | RingTiles:
+def default_tiles(rows: ExpertRows, matrix: ExpertMatrix, *, is_gated: bool) -> ExpertGemmConfig | AnyTiles:
     """Return the tiles that the engine takes for decoding these rows."""
     if has_cuda_product(matrix, torch.bfloat16, SCALES.stop):
         return cuda_tiles(rows, matrix)

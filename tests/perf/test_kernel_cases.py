@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from drift_sdk._kernels.attention import latent
 from drift_sdk._kernels.attention.decode import AttentionConfig
-from drift_sdk._kernels.experts.cuda_experts import CudaTiles, RingTiles
+from drift_sdk._kernels.experts.cuda_experts import CudaTiles, RingTiles, WideTiles
 from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
@@ -305,8 +305,11 @@ def test_candidates_for_experts_begin_with_the_engines_own(
 ) -> None:
     monkeypatch.setattr("perf.harness.shapes.write_tokenizer", lambda folder, vocab_size: None)
     dense, quantised = (prepare(name, tmp_path / name) for name in ("qwen3-30b-a3b", "gpt-oss-120b"))
-    for model, expected in ((dense, {ExpertGemmConfig}), (quantised, {CudaTiles, RingTiles})):
-        for num_rows in (8, 512):
+    for model, few, many in (
+        (dense, {ExpertGemmConfig}, {ExpertGemmConfig}),
+        (quantised, {CudaTiles, RingTiles}, {CudaTiles, RingTiles, WideTiles}),
+    ):
+        for num_rows, expected in ((8, few), (512, many)):
             own, *others = candidates(model, num_rows)
             assert own is None and len(set(others)) == len(others) >= 5
             assert {type(tiles) for tiles in others} == expected

@@ -45,8 +45,8 @@ struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[STACK]};
   std::vector<Copy> copies;
-  int index = 0;
-  bool is_done = false;
+  int index = 0, seen_generation = 0;  // of its CTA, while it waits for this
+  bool is_done = false, waits_for_cta = false;
 };
 
 struct Group {  // threads that wait for each other
@@ -78,7 +78,11 @@ inline void wait(Group& group) {
     group.generation++;
     return;
   }
+  current->waits_for_cta = &group == &cta;
+  current->seen_generation = generation;
+  Thread* const own = current;
   while (group.generation == generation) yield();
+  own->waits_for_cta = false;
 }
 
 inline Group& warp() { return warps[current->index / WARP]; }
@@ -120,18 +124,27 @@ inline void run(int grid_x, int grid_y, int num_threads, std::function<void()> k
         thread.context.uc_link = nullptr;
         makecontext(&thread.context, enter, 0);
       }
-      // In turn from the first and from the last thread on, so that what a missing barrier would order is not in order.
+      // A warp runs until all of its threads wait for the CTA, as far ahead of the others as barriers let it. In turn
+      // from the first and from the last thread on, so that what a missing barrier would order is not in order.
       for (int left = num_threads, turn = 0; left > 0; turn++) {
-        left = 0;
-        for (int i = 0; i < num_threads; i++) {
-          Thread& thread = threads[turn % 2 ? i : num_threads - 1 - i];
-          if (thread.is_done) continue;
-          left++;
-          current = &thread;
-          thread_index.x = thread.index;
-          swapcontext(&scheduler, &thread.context);
+        left = num_threads;
+        for (int i = 0; i < num_threads; i += WARP) {
+          const int first = turn % 2 ? i : num_threads - WARP - i;
+          for (int rounds = 0, has_run = 1; has_run; rounds++) {
+            has_run = 0;
+            for (int lane = 0; lane < WARP; lane++) {
+              Thread& thread = threads[first + (turn % 2 ? lane : WARP - 1 - lane)];
+              if (thread.is_done || (thread.waits_for_cta && thread.seen_generation == cta.generation)) continue;
+              current = &thread;
+              thread_index.x = thread.index;
+              swapcontext(&scheduler, &thread.context);
+              has_run = 1;
+            }
+            if (rounds > 10'000'000) std::abort();  // threads wait for one that has ended
+          }
         }
-        if (turn > 10'000'000) std::abort();  // threads wait for one that has ended
+        for (const Thread& thread : threads) left -= thread.is_done;
+        if (turn > 10'000'000) std::abort();
       }
     }
 }
@@ -150,6 +163,19 @@ inline float __fsub_rn(float a, float b) { volatile float sum = a - b; return su
 inline float __fadd_rn(float a, float b) { volatile float sum = a + b; return sum; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) { return {x, y, z, w}; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
+inline int __popc(std::uint32_t bits) { return __builtin_popcount(bits); }
+inline int __ffs(std::uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
+
+// The bytes of two words, each chosen by four bits of `chosen`.
+inline std::uint32_t __byte_perm(std::uint32_t low, std::uint32_t high, std::uint32_t chosen) {
+  const std::uint64_t bytes = static_cast<std::uint64_t>(high) << 32 | low;
+  std::uint32_t word = 0;
+  for (int i = 0; i < 4; i++) word |= static_cast<std::uint32_t>(bytes >> 8 * (chosen >> 4 * i & 7) & 255) << 8 * i;
+  return word;
+}
 template <typename T> T __ldcg(const T* from) { return *from; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
@@ -163,6 +189,18 @@ inline float __shfl_sync(unsigned, float value, int lane) {
 inline float __shfl_up_sync(unsigned, float value, int distance) {
   const int lane = emulated::current->index & 31;
   return __shfl_sync(0, value, lane >= distance ? lane - distance : lane);
+}
+
+inline float __shfl_xor_sync(unsigned, float value, int distance) {
+  return __shfl_sync(0, value, (emulated::current->index & 31) ^ distance);
+}
+
+inline std::uint32_t __ballot_sync(unsigned, bool is_true) {
+  emulated::show(static_cast<std::uint64_t>(is_true));
+  emulated::thread_index.x = emulated::current->index;
+  std::uint32_t bits = 0;
+  for (int lane = 0; lane < 32; lane++) bits |= static_cast<std::uint32_t>(emulated::shown(lane)[0]) << lane;
+  return bits;
 }
 
 // What the programs write in assembly.
@@ -238,4 +276,10 @@ inline void mma(float (&sum)[4], const std::uint32_t (&a)[4], std::uint32_t b0, 
     }
     sum[i] = static_cast<float>(total);
   }
+}
+
+inline void mma(float (&sum)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
+                std::uint32_t b0, std::uint32_t b1) {
+  const std::uint32_t a[4] = {a0, a1, a2, a3};
+  mma(sum, a, b0, b1);
 }

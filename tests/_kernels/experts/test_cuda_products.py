@@ -17,7 +17,9 @@ from references.experts import expert_multiply_reference, gated_expert_multiply_
 
 from drift_sdk._kernels.experts.cuda_experts import (
     MAX_SCALE,
+    AnyTiles,
     CudaTiles,
+    WideTiles,
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
     has_cuda_product,
@@ -36,13 +38,15 @@ SHAPES = (
     (64, 128, 8, 768, 2048),
     (40, 3, 2, 72, 96),
     (300, 5, 1, 50, 160),
+    (2048, 128, 4, 2880, 2880),
 )
-TILES = (
+TILES: tuple[AnyTiles, ...] = (
     CudaTiles(),
     CudaTiles(row_tiles=2, num_ctas=1),
     CudaTiles(row_tiles=4, num_ctas=1),
     CudaTiles(weight_tiles=1, num_ctas=3, max_depth=4),
     CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_depth=4),
+    WideTiles(),
 )
 
 

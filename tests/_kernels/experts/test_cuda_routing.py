@@ -157,8 +157,6 @@ def test_router_that_the_program_does_not_know_is_named() -> None:
 
 CHOICE = """
 typedef unsigned int u32;
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __expf(float x) { return std::exp(x); }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 template <typename Better> u32 reduced(u32 value, Better is_better) {
   emulated::show(static_cast<std::uint64_t>(value));
@@ -221,24 +219,8 @@ CLUSTER = """
 typedef unsigned short u16;
 typedef long long i64;
 constexpr int WARPS = 8, THREADS = 256;
-inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float from_bfloat16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 inline float rounded(float value) { return from_bfloat16(to_bfloat16(value)); }
-inline void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  const u32 a[4] = {a0, a1, a2, a3};
-  mma(sum, a, b0, b1);
-}
-inline float __shfl_xor_sync(u32, float value, int distance) {
-  return __shfl_sync(0, value, (emulated::current->index & 31) ^ distance);
-}
-inline u32 __ballot_sync(u32, bool is_true) {
-  emulated::show(static_cast<std::uint64_t>(is_true));
-  emulated::thread_index.x = emulated::current->index;
-  u32 bits = 0;
-  for (int lane = 0; lane < 32; lane++) bits |= static_cast<u32>(emulated::shown(lane)[0]) << lane;
-  return bits;
-}
-inline int __popc(u32 bits) { return __builtin_popcount(bits); }
 inline u32 cluster_rank() { return 0; }
 inline void arrive_in_cluster() {}
 inline void wait_for_cluster() { __syncthreads(); }

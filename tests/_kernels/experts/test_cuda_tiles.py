@@ -10,10 +10,12 @@ from drift_sdk._kernels.experts.cuda_experts import (
     MAX_SCALE,
     CudaTiles,
     RingTiles,
+    WideTiles,
     cuda_tiles,
     has_cuda_product,
     has_cuda_route,
     has_ring,
+    has_wide_product,
 )
 from drift_sdk._kernels.experts.expert_gemm import ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows
@@ -29,9 +31,10 @@ def rows_of(num_rows: int, num_experts: int, num_active: int) -> ExpertRows:
     )
 
 
-def quantised_matrix(inner: int) -> ExpertMatrix:
-    values = torch.empty(2, 16, inner // 2, dtype=torch.uint8, device="meta")
-    return ExpertMatrix(values, torch.empty(2, 16, inner // 32, dtype=torch.uint8, device="meta"), None)
+def quantised_matrix(inner: int, num_columns: int = 16) -> ExpertMatrix:
+    values = torch.empty(2, num_columns, inner // 2, dtype=torch.uint8, device="meta")
+    scales = torch.empty(2, num_columns, inner // 32, dtype=torch.uint8, device="meta")
+    return ExpertMatrix(values, scales, None)
 
 
 @pytest.mark.parametrize("inner, depth", [(2880, 3), (2048, 2), (7168, 1), (8192, 4), (32, 1)])
@@ -43,19 +46,28 @@ def test_depth_divides_the_chunks_of_a_warp(inner: int, depth: int) -> None:
 @pytest.mark.parametrize(
     "num_rows, num_experts, num_active", [(1, 128, 4), (3, 2, 2), (64, 128, 4), (300, 5, 1)]
 )
-@pytest.mark.parametrize("row_tiles", [1, 2])
+@pytest.mark.parametrize(
+    "tiles, num_pairs, num_weight_rows",
+    [(CudaTiles(), 8, 96), (CudaTiles(row_tiles=2), 16, 96), (WideTiles(), 64, 768)],
+    ids=str,
+)
 def test_there_are_never_more_items_than_counted(
-    num_rows: int, num_experts: int, num_active: int, row_tiles: int
+    num_rows: int,
+    num_experts: int,
+    num_active: int,
+    tiles: CudaTiles | WideTiles,
+    num_pairs: int,
+    num_weight_rows: int,
 ) -> None:
-    """All rows with the same experts, rows spread evenly, and anything drawn between."""
-    tiles = CudaTiles(row_tiles=row_tiles)
-    most = tiles.num_items(rows_of(num_rows, num_experts, num_active), 96)
+    """All rows with the same experts, rows spread evenly, and anything drawn between. The weight has three
+    tiles of rows."""
+    most = tiles.num_items(rows_of(num_rows, num_experts, num_active), num_weight_rows)
     generator = torch.Generator().manual_seed(0)
     for spread in (0.0, 0.1, 1.0, 100.0):
         preferred = torch.arange(num_experts) / spread if spread else torch.arange(num_experts) * 1e6
         drawn = torch.rand(num_rows, num_experts, generator=generator) + preferred
         counts = drawn.topk(num_active).indices.flatten().bincount(minlength=num_experts)
-        num_row_tiles = (counts + 8 * row_tiles - 1) // (8 * row_tiles)
+        num_row_tiles = (counts + num_pairs - 1) // num_pairs
         assert int(num_row_tiles.sum()) * 3 <= most
 
 
@@ -64,6 +76,17 @@ def test_many_rows_of_an_expert_have_larger_tiles(monkeypatch: pytest.MonkeyPatc
     few, many = (cuda_tiles(rows_of(num_rows, 128, 4), quantised_matrix(64)) for num_rows in (64, 256))
     assert isinstance(few, CudaTiles) and few.row_tiles == 1
     assert isinstance(many, CudaTiles) and many.row_tiles == 2
+
+
+def test_experts_with_very_many_rows_have_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    matrix = quantised_matrix(64, 32)
+    assert isinstance(cuda_tiles(rows_of(1023, 128, 4), matrix), CudaTiles)
+    assert cuda_tiles(rows_of(1024, 128, 4), matrix) == WideTiles()
+    for num_columns in (30, 33):  # fewer rows than a warp has, and half a pair of gate and up
+        few = quantised_matrix(64, num_columns)
+        assert not has_wide_product(few)
+        assert isinstance(cuda_tiles(rows_of(1024, 128, 4), few), CudaTiles)
 
 
 def test_ring_is_used_until_experts_have_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,10 @@ from drift_sdk._kernels.attention.prefill import cuda_prefill_attention
 from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.experts import packed_products
 from drift_sdk._kernels.experts.cuda_experts import (
+    AnyTiles,
     CudaTiles,
     RingTiles,
+    WideTiles,
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
     cuda_route,
@@ -187,6 +189,7 @@ def test_every_program_is_compared() -> None:
         "gated_delta_rows.cu",
         "prefill_kernel.cu",
         "expert_products.cu",
+        "wide_products.cu",
         "ring_products.cu",
         "packed_products.cu",
         "route_rows.cu",
@@ -244,9 +247,9 @@ def test_attention_of_prompts_waits_as_it_declares(
 
 @needs_nvrtc
 @pytest.mark.parametrize("num_rows", [1, 64])
-@pytest.mark.parametrize("tiles", [CudaTiles(), RingTiles()], ids=["registers", "ring"])
+@pytest.mark.parametrize("tiles", [CudaTiles(), RingTiles(), WideTiles()], ids=["registers", "ring", "wide"])
 def test_products_of_experts_wait_as_they_declare(
-    num_rows: int, tiles: CudaTiles | RingTiles, launches: list[Launch], device: str
+    num_rows: int, tiles: AnyTiles, launches: list[Launch], device: str
 ) -> None:
     rows = routed(num_rows, 8, 2, device)
     matrix, _ = quantised_matrix(8, 64, 64, BF16, device)

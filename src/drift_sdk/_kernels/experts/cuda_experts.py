@@ -1,4 +1,4 @@
-"""Experts in CUDA C++ for a few rows: routing, and products of MXFP4 weights.
+"""Experts in CUDA C++: routing, and products of MXFP4 weights.
 
 Routing in one launch of CUDA C++: the router's product, and what routing.py does with it.
 
@@ -14,7 +14,7 @@ rows, and another than that of gemm.py.
 Bytes: the router once for each 16 rows. Dependent launch: the router's weights, which never change, are
 loaded before the kernel waits; it permits its dependents right after.
 
-Products of MXFP4 experts in CUDA C++ for a few rows: those of expert_gemm.py.
+Products of MXFP4 experts in CUDA C++: those of expert_gemm.py.
 
 Triton's kernels convert MXFP4 slowly, because layouts of their tiles change on the way to the MMA. Here the
 16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two instructions
@@ -52,6 +52,19 @@ read a band of 16 tiles of the weight one after the other: the first one from me
 cache.
 
 Dependent launch: as above. The down projection copies its first items before it waits.
+
+The same products for many rows of an expert (wide_products.cu).
+
+A CTA has 256 rows of the weight, 32 of each warp, and 64 pairs. A weight is converted once for all of these
+instead of once for 16, and the rows of x, which all warps read from shared memory, are loaded once. What the
+eight warps above sum, each warp sums one part after the other, and adds the parts.
+
+Order of summation and bits: those of the products above.
+
+Grid: as many CTAs as the GPU holds at once. The items of an expert follow each other.
+
+Bytes: as above, of an expert with more than 64 rows mostly from the L2 cache. Operations: an instruction of
+the MMA for about six others. Dependent launch: it waits first, and permits its dependents at its end.
 """
 
 from __future__ import annotations
@@ -151,6 +164,7 @@ MAX_SCALE = 128
 """The largest scale of MXFP4 weights: 2 ** (scale - 1) is a bfloat16, which a number is multiplied by."""
 
 GATED_ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
+WIDE_ACCESS = GATED_ACCESS
 DOWN_ACCESS = KernelAccess(frozenset({"values", "scales", "counts", "pairs"}), frozenset({"out"}), False)
 
 MAX_EXPERTS = 1024
@@ -205,13 +219,57 @@ class CudaTiles(Struct, frozen=True):
         return num_row_tiles * -(-num_weight_rows // (self.weight_tiles * ROW_TILE))
 
 
-def cuda_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> CudaTiles | RingTiles:
+WIDE_ROWS, WIDE_PAIRS = 256, 64
+"""Rows of the weight, and pairs, of a CTA of wide_products.cu."""
+WIDE_WARP_ROWS = 32
+MANY_ROWS_PER_EXPERT = 32
+"""From so many rows of an expert on average, wide_products.cu computes the product. By a count of
+instructions, its tile of 64 pairs takes as long as two or three tiles of 16 pairs."""
+
+
+class WideTiles(Struct, frozen=True):
+    """Tiles of a product for many rows of an expert: 256 rows of the weight for 64 pairs.
+
+    num_ctas: CTAs of a multiprocessor, whose registers hold one.
+    """
+
+    num_ctas: int = 1
+
+    @property
+    def num_threads(self) -> int:
+        return NUM_THREADS
+
+    def shared_bytes(self, inner: int) -> int:
+        """Bytes of dynamic shared memory: none."""
+        return 0
+
+    def num_items(self, rows: ExpertRows, num_weight_rows: int) -> int:
+        """The most tiles of pairs times tiles of the weight, whatever the experts of the rows are."""
+        num_pairs = rows.num_rows * rows.num_active
+        num_used = min(rows.num_experts, num_pairs)
+        return (num_used + (num_pairs - num_used) // WIDE_PAIRS) * -(-num_weight_rows // WIDE_ROWS)
+
+
+AnyTiles = CudaTiles | RingTiles | WideTiles
+
+
+def has_wide_product(matrix: ExpertMatrix) -> bool:
+    """Whether there is a product for many rows with a matrix, for which there is one for a few: the weight
+    has the rows of a warp, gate and up in pairs."""
+    num_rows = matrix.values.shape[1]
+    return num_rows >= WIDE_WARP_ROWS and num_rows % 2 == 0
+
+
+def cuda_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> AnyTiles:
     """Return the tiles for a product of rows with a matrix."""
     ring = ring_tiles(rows, matrix)
     if ring is not None:
         return ring
 
     rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts
+    if rows_per_expert >= MANY_ROWS_PER_EXPERT and has_wide_product(matrix):
+        return WideTiles()
+
     if rows_per_expert <= FEW_ROWS_PER_EXPERT:
         return CudaTiles()
 
@@ -238,7 +296,7 @@ def cuda_gated_expert_multiply(
     rows: ExpertRows,
     out: Tensor,
     activation: ClampedActivation,
-    tiles: CudaTiles | RingTiles | None = None,
+    tiles: AnyTiles | None = None,
 ) -> None:
     """`gated_expert_multiply` where `has_cuda_product`. tiles: None: those of `cuda_tiles`."""
     num_pairs, num_columns = out.shape
@@ -246,7 +304,7 @@ def cuda_gated_expert_multiply(
     check_tensor("x", x, (rows.num_rows, matrix.inner), torch.bfloat16)
     check_matrix(matrix, (rows.num_experts, 2 * num_columns, matrix.inner), x.dtype)
     check_expert_rows(rows)
-    _launch(x, matrix, rows, out, num_columns, activation, tiles)
+    _launch(x, matrix, rows, out, num_columns, activation, tiles or cuda_tiles(rows, matrix))
     note_kernel("gate and up of experts", GATED_ACCESS, {"out": out})
 
 
@@ -255,7 +313,7 @@ def cuda_expert_multiply(
     matrix: ExpertMatrix,
     rows: ExpertRows,
     out: Tensor,
-    tiles: CudaTiles | RingTiles | None = None,
+    tiles: AnyTiles | None = None,
 ) -> None:
     """`expert_multiply` where `has_cuda_product`. tiles: None: those of `cuda_tiles`."""
     num_columns = out.shape[2]
@@ -263,10 +321,12 @@ def cuda_expert_multiply(
     check_tensor("x", x, (rows.num_rows * rows.num_active, matrix.inner), torch.bfloat16)
     check_matrix(matrix, (rows.num_experts, num_columns, matrix.inner), x.dtype)
     check_expert_rows(rows)
+    tiles = tiles or cuda_tiles(rows, matrix)
     _launch(x, matrix, rows, out, num_columns, None, tiles)
     weights = {"values": matrix.values, "scales": matrix.scales}
     lists = {"counts": rows.counts, "pairs": rows.pairs}
-    note_kernel("down of experts", DOWN_ACCESS, {**weights, **lists, "out": out})
+    access = WIDE_ACCESS if isinstance(tiles, WideTiles) else DOWN_ACCESS
+    note_kernel("down of experts", access, {**weights, **lists, "out": out})
 
 
 def _launch(
@@ -276,13 +336,11 @@ def _launch(
     out: Tensor,
     num_columns: int,
     activation: ClampedActivation | None,
-    tiles: CudaTiles | RingTiles | None,
+    tiles: AnyTiles,
 ) -> None:
     """Launch a kernel of products. More arguments than others: it is what two kernels take."""
     from drift_sdk._kernels.launch.cuda_programs import compile_kernel, launch_kernel
 
-    if tiles is None:
-        tiles = cuda_tiles(rows, matrix)
     sizes = num_columns, matrix.inner, rows.num_experts, rows.num_active
     kernel = kernel_of(tiles, sizes, is_gated=activation is not None)
     shared_bytes = tiles.shared_bytes(matrix.inner)
@@ -306,9 +364,7 @@ def _launch(
     )
 
 
-def kernel_of(
-    tiles: CudaTiles | RingTiles, sizes: tuple[int, int, int, int], *, is_gated: bool
-) -> CudaKernel:
+def kernel_of(tiles: AnyTiles, sizes: tuple[int, int, int, int], *, is_gated: bool) -> CudaKernel:
     """The kernel for tiles. sizes: columns of the output, inner dimension, experts, experts of a row."""
     from drift_sdk._kernels.launch.cuda_programs import CudaKernel
 
@@ -316,6 +372,9 @@ def kernel_of(
     if isinstance(tiles, RingTiles):
         files: tuple[str, ...] = "launch/hopper.cu", *PRODUCT_FILES, "experts/ring_products.cu"
         product = f"multiply_experts_by_ring<{', '.join(first)}, {tiles.num_stages}>"
+    elif isinstance(tiles, WideTiles):
+        files = *PRODUCT_FILES, "experts/wide_products.cu"
+        product = f"multiply_many<{', '.join(first)}>"
     else:
         files = *PRODUCT_FILES, "experts/expert_products.cu"
         last = f"{tiles.weight_tiles}, {tiles.row_tiles}, {tiles.depth(sizes[1])}"

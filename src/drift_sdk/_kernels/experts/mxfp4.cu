@@ -10,7 +10,8 @@ constexpr int LANE_COLUMNS = 32, CHUNK = 4 * LANE_COLUMNS;  // columns
 // Two codes at bits 0 to 3 and 16 to 19 (SHIFT 0), or 4 to 7 and 20 to 23 (SHIFT 4), times `factor`, as
 // bfloat16. One product moves the sign to bit 15 and the magnitude to bits 6 to 8, where it is the number times
 // 2^-126; the product with the factor, a power of two, is exact.
-template <int SHIFT> __device__ __forceinline__ u32 numbers(u32 word, u32 factor) {
+template <int SHIFT>
+__device__ __forceinline__ u32 numbers(u32 word, u32 factor) {
   const u32 moved = (word & (0x000F000Fu << SHIFT)) * ((1u << (12 - SHIFT)) + (1u << 6 >> SHIFT));
   u32 result;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(moved & 0x81C081C0u), "r"(factor), "r"(0x80008000u));
