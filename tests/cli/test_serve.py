@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from loops import WAIT_S
 
+from drift_sdk import NGram
 from drift_sdk.cli.command_line import main
 from drift_sdk.cli.engine_start import RERANKER_NAMES
 from drift_sdk.openai import RERANKERS
@@ -78,6 +81,7 @@ async def test_serves_until_sigterm_and_lets_open_streams_end() -> None:
         _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
     assert "Traceback" not in err
+    assert "INFO:     ready in" in err, err
 
 
 async def test_ctrl_c_ends_with_status_130() -> None:
@@ -119,6 +123,49 @@ def test_key_comes_from_the_environment_and_options_reach_the_engine(
     assert (config.max_num_seqs, config.max_queued_requests, config.gpu_memory_fraction) == (3, 256, 0.5)
     assert config.speculation is not None
     assert server.reranker == "qwen3" and RERANKER_NAMES == tuple(RERANKERS)
+
+
+@pytest.mark.parametrize("name", ["engine.toml", "engine.json"])
+def test_options_take_precedence_over_the_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    async def run_serve(*arguments: Any) -> int:
+        given.append(arguments[1])
+        return 0
+
+    monkeypatch.setattr("drift_sdk.cli.engine_start.run_serve", run_serve)
+    file = tmp_path / name
+    fields = {"max_num_seqs": 3, "tool_format": "hermes", "max_queued_requests": 5}
+    if file.suffix == ".json":
+        text = json.dumps({**fields, "speculation": {"draft": "some/head"}})
+    else:
+        lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+        text = "\n".join([*lines, "[speculation]", 'draft = "some/head"'])
+    file.write_text(text)
+    assert main(["serve", "some/model", "--config", str(file), "--max-num-seqs", "4"]) == 0
+    assert main(["serve", "some/model", "--config", str(file), "--draft", "ngram"]) == 0
+    numbers = [(each.max_num_seqs, each.tool_format, each.max_queued_requests) for each in given]
+    assert numbers == [(4, "hermes", 5), (3, "hermes", 5)]
+    assert given[0].speculation.draft == "some/head"
+    assert isinstance(given[1].speculation.draft, NGram)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [("max_num_seqs = 0", "max_num_seqs"), ("seqs = 1", "seqs"), ("[", "config"), (None, "config")],
+)
+def test_wrong_files_are_named(
+    text: str | None, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "engine.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "some/model", "--config", str(file)])
+    assert ended.value.code == 2
+    assert field in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import logging
 import os
 import signal
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -50,6 +54,9 @@ SERVE_SETTINGS: Settings = {
     **INSPECT_SETTINGS,
     "gpu_memory_fraction": (float, "share of the GPU's free memory that the engine may use"),
     "num_threads": (int, "threads of an operation on the CPU"),
+    "tokenizer": (str, "folder, tokenizer.json, .gguf file or hub id to read the tokenizer from"),
+    "tool_format": (str, "the format of tool calls"),
+    "reasoning_format": (str, "the format of reasoning"),
 }
 """Fields of EngineConfig that a server is started with, as in WARM_SETTINGS."""
 
@@ -61,8 +68,13 @@ WITHOUT_OPTION = {
     "kv_cache_tokens": "as many as fit",
     "revision": "the hub's own",
     "num_threads": "one per core",
+    "tokenizer": "the model's",
 }
 """Of fields whose default is None: its meaning."""
+
+
+MAX_QUEUED = 256
+"""Requests that may wait to start, where neither an option nor a file says it."""
 
 
 def option_name(field: str) -> str:
@@ -70,14 +82,12 @@ def option_name(field: str) -> str:
 
 
 def add_settings(command: argparse.ArgumentParser, settings: Settings) -> None:
-    """Options for fields of EngineConfig."""
+    """Options for fields of EngineConfig. Those that are not given are missing in what is parsed."""
     defaults = EngineConfig()
     for name, (kind, meaning) in settings.items():
-        default = getattr(defaults, name)
-        shown = WITHOUT_OPTION.get(name, default)
-        command.add_argument(
-            option_name(name), type=kind, default=default, help=f"{meaning} (default: {shown})"
-        )
+        shown = WITHOUT_OPTION.get(name, getattr(defaults, name))
+        help_text = f"{meaning} (default: {shown})"
+        command.add_argument(option_name(name), type=kind, default=argparse.SUPPRESS, help=help_text)
 
 
 def add_drafts(command: argparse.ArgumentParser) -> None:
@@ -103,10 +113,29 @@ def speculation(options: argparse.Namespace) -> Speculation | None:
     return Speculation(draft=draft, shape=shape)
 
 
-def config_of(options: argparse.Namespace, settings: Settings) -> EngineConfig:
-    """The config that the options of these settings make. Raises ConfigError for a value out of range."""
-    given = {name: getattr(options, name) for name in settings}
-    return EngineConfig(**given, speculation=speculation(options) if "draft" in options else None)
+def config_of(
+    options: argparse.Namespace, settings: Settings, base: Mapping[str, Any] | None = None
+) -> EngineConfig:
+    """The config that the options of these settings make; `base` has fields that they do not give. Raises
+    ConfigError for a value out of range."""
+    given = {name: getattr(options, name) for name in settings if name in options}
+    if "draft" in options and (drafts := speculation(options)) is not None:
+        given["speculation"] = drafts
+    return EngineConfig.from_dict({**(base or {}), **given})
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The fields of EngineConfig in a file, TOML or, by its name, JSON. Raises ConfigError for others."""
+    try:
+        text = file.read_text("utf-8")
+        found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError.of("config", str(file), f"a TOML file, or a .json file: {error}") from error
+
+    if not isinstance(found, dict):
+        raise ConfigError.of("config", str(file), "an object with fields of EngineConfig")
+
+    return found
 
 
 def print_error(error: Exception, text: str | None = None) -> None:
@@ -134,6 +163,19 @@ def hide_progress() -> None:
     """Clear the line that `show_progress` wrote."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
+
+
+def show_log() -> None:
+    """Write the log `drift_sdk` to stderr from INFO on, in uvicorn's form, unless something handles it."""
+    log = logging.getLogger("drift_sdk")
+    if log.hasHandlers():
+        return
+
+    handler = logging.StreamHandler()
+    cleared = "\r\x1b[K" if sys.stderr.isatty() else ""  # the line that `show_progress` wrote
+    handler.setFormatter(logging.Formatter(f"{cleared}%(levelname)s:     %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 PROMPT = "> "
@@ -302,10 +344,16 @@ def add_serve_options(command: argparse.ArgumentParser) -> None:
         help="time that open answers have to end after SIGTERM (default: %(default)s)",
     )
     command.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="fields of EngineConfig, in TOML or in a .json file; options take precedence",
+    )
+    command.add_argument(
         "--max-queued-requests",
         type=int,
-        default=256,
-        help="most requests that wait to start; further ones get a 429 (default: %(default)s)",
+        default=argparse.SUPPRESS,
+        help=f"most requests that wait to start; further ones get a 429 (default: {MAX_QUEUED})",
     )
     add_settings(command, SERVE_SETTINGS)
     add_drafts(command)
@@ -319,7 +367,10 @@ def serve_command(options: argparse.Namespace) -> Callable[[], int]:
     if not 0.0 <= options.drain <= MAX_DRAIN_S:
         raise ConfigError.of("drain", options.drain, f"0 to {MAX_DRAIN_S:g} seconds")
 
-    config = config_of(options, SERVE_SETTINGS).replace(max_queued_requests=options.max_queued_requests)
+    given = {} if options.config is None else read_config(options.config)
+    config = config_of(options, SERVE_SETTINGS, {"max_queued_requests": MAX_QUEUED, **given})
+    if "max_queued_requests" in options:
+        config = config.replace(max_queued_requests=options.max_queued_requests)
     variable = os.environ.get(KEY_VARIABLE)
     server = Server(
         host=options.host,
@@ -340,6 +391,7 @@ async def run_serve(model: str, config: EngineConfig, server: Server) -> int:
     from drift_sdk.openai.server import check_port, serve
 
     check_port(server.host, server.port)  # before the model is loaded
+    show_log()
     is_serving = has_failed = False
 
     def end_if_failed(event: Event) -> None:
