@@ -102,6 +102,7 @@ OTHER_NAMES = {
     "stream": "always so: iterate over the stream, or await it",
     "structured_outputs": GRAMMAR,
     "thinking_token_budget": "SamplingParams.thinking_budget",
+    "timeout": "asyncio.timeout, or anyio.fail_after, around the call",
     "top_logprobs": "SamplingParams.logprobs",
 }
 """Name there -> what to write here."""

@@ -334,6 +334,16 @@ async def test_function_without_a_name_is_rejected_at_the_call(tool: Any) -> Non
         assert (await engine.chat([USER], tools=[{"type": "web_search"}])).text == "fine"
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+async def test_schema_of_another_protocol_is_rejected_at_the_call(is_nested: bool) -> None:
+    function = {"name": "add", "input_schema": {"type": "object"}}
+    tool = {"type": "function", "function": function} if is_nested else function
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match="parameters") as caught:
+            engine.chat([USER], tools=[*TOOLS[:1], tool])
+        assert caught.value.field == "tools[1].input_schema"
+
+
 async def test_forced_call_has_no_other_grammar_and_needs_a_format() -> None:
     params = SamplingParams(grammar=Lark('start: "a"'))
     async with scripted_engine("a", config=EngineConfig(max_model_len=512, tool_format=None)) as engine:

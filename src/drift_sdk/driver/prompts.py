@@ -525,12 +525,18 @@ def check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_tools(tools: object) -> None:
-    """RequestError for a function without a name. Descriptions of other kinds are left to the template."""
+    """RequestError for a function without a name, and for a schema under a name that is not read.
+    Descriptions of other kinds are left to the template."""
     for index, tool in enumerate(tools if isinstance(tools, Sequence) else ()):
         is_function = isinstance(tool, Mapping) and (not tool or tool.get("type") == "function")
         if is_function and not ToolSet.of([tool]):
             allowed = '{"type": "function", "function": {"name": ..., ...}}'
             raise RequestError.of(f"tools[{index}]", tool, allowed)
+
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and "input_schema" in function and "parameters" not in function:
+            place = f"tools[{index}].input_schema"
+            raise RequestError.of(place, function["input_schema"], 'none: the schema is "parameters" here')
 
 
 def check_tool_choice(prompt: ChatPrompt) -> None:

@@ -592,7 +592,7 @@ def hub_problem(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None and not is_network:
         return f"it cannot be downloaded: {describe(error)}"
 
-    return f"the hub cannot be reached: {describe(error)}"
+    return f"the hub cannot be reached: {describe(error)}; a folder or a .gguf file needs no hub"
 
 
 def describe(error: Exception) -> str:
