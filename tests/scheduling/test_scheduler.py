@@ -214,6 +214,21 @@ def test_budget_while_decoding_is_a_share() -> None:
     assert spans(rig.launch()) == [(1, 10, 10)]
 
 
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_budget_is_a_share_beside_a_sequence_that_waits_for_its_mask(is_ahead: bool) -> None:
+    """The mask depends on the step in flight, or is being computed."""
+    rig = Rig(prefill_token_budget=40, prefer_high_throughput=False)
+    waiting = rig.add(5)
+    waiting.constraint = constraint()
+    rig.launch()
+    if not is_ahead:
+        rig.commit()
+        waiting.awaits_mask = True
+    rig.add(30)
+    plan = rig.launch()
+    assert not plan.decode and spans(plan) == [(1, 0, 10)]
+
+
 def test_budget_of_mixed_steps_holds_the_waiting_prompts() -> None:
     mixed = {0: ((4, (4, 8, 16, 32)),)}
     rig = Rig(mixed_tokens=mixed, prefer_high_throughput=False)

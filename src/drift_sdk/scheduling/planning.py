@@ -343,6 +343,7 @@ class StepBuilder:
 
     num_draft_tokens:  of the batch; a row may have fewer. verification: of the decode part.
     wants_history:     assignments carry the token ids of prefix hits.
+    num_left_out:      sequences that have no row because they wait for a mask or for blocks.
     """
 
     def __init__(
@@ -352,6 +353,7 @@ class StepBuilder:
         self.verification: Verification = verification
         self.prefill: list[Sequence] = []
         self.decode: list[Sequence] = []
+        self.num_left_out: int = 0
         self._wants_history = wants_history
         self._rows: list[DecodeRow] = []
         self._assignments: list[SlotAssignment] = []

@@ -275,6 +275,7 @@ class Scheduler:
                 continue
 
             if sequence.awaits_mask:
+                step.num_left_out += 1
                 continue
 
             if self._rounds.leaves_out(sequence, step.verification):
@@ -289,6 +290,7 @@ class Scheduler:
                 mask = sequence.mask_ahead(most_drafts)
                 sequence.is_bound = mask is None
                 if mask is None:
+                    step.num_left_out += 1
                     continue
 
                 row = DecodeRow(slot=sequence.slot, num_draft_tokens=0, mask=mask)
@@ -300,6 +302,7 @@ class Scheduler:
             if num_slots > first_index * block_size:
                 if not self._reserve(sequence, self._blocks.num_blocks(num_slots)):
                     lacks_blocks = True
+                    step.num_left_out += 1
                     continue
 
                 step.update_blocks(sequence, first_index)
@@ -329,7 +332,9 @@ class Scheduler:
             self._blocks.match(sequence)
         prompts = sorted([*prefilling, *waiting])
         num_tokens = sum([sequence.num_unplanned_tokens for sequence in prompts])
-        budget = self._budget.num_tokens(len(step.decode), num_tokens, step.num_mixed_drafts)
+        # Who has no row waits for the step as well.
+        num_rows = len(step.decode) + step.num_left_out
+        budget = self._budget.num_tokens(num_rows, num_tokens, step.num_mixed_drafts)
         room, windows = self.config.max_expanded_tokens, self._blocks.windows
         shares = share_step(budget, prompts, room)
         for sequence, share in zip(prompts, shares, strict=True):
