@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 from asgi_calls import call
+from loops import WAIT_S
 from model_zoo import make_model
 from openai_server import MODEL, serving
 from placement import engine_config
@@ -23,6 +24,7 @@ from drift_sdk.testing import scripted_engine
 from drift_sdk.text.tokenizer import Tokenizer
 
 QUERY = "a b"
+ROUNDING = 1e-5
 DOCUMENTS = ["c d e f", "a b", "x y z", "a b c", "a b"]
 LONG = "a cat and a dog, " * 20
 MAX_LEN = 96
@@ -203,22 +205,24 @@ def test_a_model_judges_documents(judging_url: str, engine: SyncEngine) -> None:
     expected = [probability(engine, QUERY, document) for document in DOCUMENTS]
     found = ask(judging_url, query=QUERY, documents=DOCUMENTS, top_n=4)
     results = found["results"]
-    assert len({round(score, 6) for score in expected}) == 4
-    assert [each["index"] for each in results] == sorted(range(5), key=lambda index: -expected[index])[:4]
-    for each in results:
-        assert each["relevance_score"] == pytest.approx(expected[each["index"]], abs=1e-6)
+    # Equal documents have equal scores but for rounding, which batches and cached beginnings change.
+    assert len({round(score, 4) for score in expected}) == 4
+    scores = [each["relevance_score"] for each in results]
+    assert scores == pytest.approx(sorted(expected, reverse=True)[:4], abs=ROUNDING)
+    assert scores == pytest.approx([expected[each["index"]] for each in results], abs=ROUNDING)
+    assert len({each["index"] for each in results}) == 4
     assert found["usage"]["prompt_tokens"] > sum(map(len, DOCUMENTS))
     data = ask(judging_url, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
-    assert [each["score"] for each in data] == pytest.approx(expected, abs=1e-6)
+    assert [each["score"] for each in data] == pytest.approx(expected, abs=ROUNDING)
     [other] = ask(judging_url, query=QUERY, documents=["c d"], instruction="Guess")["results"]
-    assert other["relevance_score"] == pytest.approx(probability(engine, QUERY, "c d", "Guess"), abs=1e-6)
-    assert other["relevance_score"] != pytest.approx(probability(engine, QUERY, "c d"), abs=1e-6)
+    assert other["relevance_score"] == pytest.approx(probability(engine, QUERY, "c d", "Guess"), abs=ROUNDING)
+    assert other["relevance_score"] != pytest.approx(probability(engine, QUERY, "c d"), abs=ROUNDING)
 
 
 def test_places_in_documents_are_text(judging_url: str, engine: SyncEngine) -> None:
     [found] = ask(judging_url, query="{document}", documents=["{query} {instruction}"])["results"]
     expected = probability(engine, "{document}", "{query} {instruction}")
-    assert found["relevance_score"] == pytest.approx(expected, abs=1e-6)
+    assert found["relevance_score"] == pytest.approx(expected, abs=ROUNDING)
 
 
 @pytest.mark.parametrize(("most", "kept"), [(40, 40), (94, 94), (-1, 94), (10**6, 94)])
@@ -232,7 +236,7 @@ def test_a_judged_document_is_cut_and_not_what_is_around_it(
     assert len(ids) == kept < len(first)
     found = ask(judging_url, query=QUERY, documents=[LONG], truncate_prompt_tokens=most)
     expected = engine.decide(ids, list(RERANKER.choices)).probabilities[0]
-    assert found["results"][0]["relevance_score"] == pytest.approx(expected, abs=1e-6)
+    assert found["results"][0]["relevance_score"] == pytest.approx(expected, abs=ROUNDING)
     assert found["usage"]["prompt_tokens"] == kept
 
 
@@ -324,9 +328,13 @@ async def test_a_client_that_leaves_cancels_its_documents(folder: Path, reranker
     body = {"query": QUERY, "documents": [f"{index} {QUERY}" * 8 for index in range(400)]}
     with serving(engine, reranker=reranker) as url:
         async with httpx.AsyncClient() as client:
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post(f"{url}/v1/rerank", json=body, timeout=0.3)
-        deadline = time.monotonic() + 10
+            asked = asyncio.create_task(client.post(f"{url}/v1/rerank", json=body, timeout=WAIT_S))
+            while not engine.stats().num_running:
+                assert not asked.done()
+                await asyncio.sleep(0.01)
+            asked.cancel()
+            await asyncio.wait([asked])
+        deadline = time.monotonic() + WAIT_S
         while engine.stats().num_running or engine.stats().num_waiting:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
