@@ -229,6 +229,16 @@ def test_budget_is_a_share_beside_a_sequence_that_waits_for_its_mask(is_ahead: b
     assert not plan.decode and spans(plan) == [(1, 0, 10)]
 
 
+def test_budget_is_a_share_beside_a_sequence_that_lacks_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(prefill_token_budget=40, prefer_high_throughput=False)
+    rig.add(8)
+    rig.add(90)
+    assert spans(rig.launch()) == [(0, 0, 8), (1, 0, 32)]
+    monkeypatch.setattr(rig.scheduler, "_reserve", lambda sequence, num_blocks: False)
+    plan = rig.launch()
+    assert not plan.decode and spans(plan) == [(1, 32, 10)]
+
+
 def test_budget_of_mixed_steps_holds_the_waiting_prompts() -> None:
     mixed = {0: ((4, (4, 8, 16, 32)),)}
     rig = Rig(mixed_tokens=mixed, prefer_high_throughput=False)

@@ -26,6 +26,9 @@ from drift_sdk.sampling_params import SamplingOptions
 from drift_sdk.speculation import Chain, NGram, Speculation
 from drift_sdk.stream import TokenStream
 
+MAX_QUEUED = 256
+"""Requests that may wait to start in a server, where neither an option nor a file says it."""
+
 Settings = Mapping[str, tuple[type[int] | type[float] | type[str], str]]
 
 WARM_SETTINGS: Settings = {
@@ -57,6 +60,7 @@ SERVE_SETTINGS: Settings = {
     "tokenizer": (str, "folder, tokenizer.json, .gguf file or hub id to read the tokenizer from"),
     "tool_format": (str, "the format of tool calls"),
     "reasoning_format": (str, "the format of reasoning"),
+    "max_queued_requests": (int, "most requests that wait to start; further ones get a 429"),
 }
 """Fields of EngineConfig that a server is started with, as in WARM_SETTINGS."""
 
@@ -69,12 +73,9 @@ WITHOUT_OPTION = {
     "revision": "the hub's own",
     "num_threads": "one per core",
     "tokenizer": "the model's",
+    "max_queued_requests": MAX_QUEUED,
 }
 """Of fields whose default is None: its meaning."""
-
-
-MAX_QUEUED = 256
-"""Requests that may wait to start, where neither an option nor a file says it."""
 
 
 def option_name(field: str) -> str:
@@ -349,12 +350,6 @@ def add_serve_options(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="fields of EngineConfig, in TOML or in a .json file; options take precedence",
     )
-    command.add_argument(
-        "--max-queued-requests",
-        type=int,
-        default=argparse.SUPPRESS,
-        help=f"most requests that wait to start; further ones get a 429 (default: {MAX_QUEUED})",
-    )
     add_settings(command, SERVE_SETTINGS)
     add_drafts(command)
 
@@ -369,8 +364,6 @@ def serve_command(options: argparse.Namespace) -> Callable[[], int]:
 
     given = {} if options.config is None else read_config(options.config)
     config = config_of(options, SERVE_SETTINGS, {"max_queued_requests": MAX_QUEUED, **given})
-    if "max_queued_requests" in options:
-        config = config.replace(max_queued_requests=options.max_queued_requests)
     variable = os.environ.get(KEY_VARIABLE)
     server = Server(
         host=options.host,

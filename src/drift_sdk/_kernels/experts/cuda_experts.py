@@ -63,8 +63,9 @@ Order of summation and bits: those of the products above.
 
 Grid: as many CTAs as the GPU holds at once. The items of an expert follow each other.
 
-Bytes: as above, of an expert with more than 64 rows mostly from the L2 cache. Operations: an instruction of
-the MMA for about six others. Dependent launch: it waits first, and permits its dependents at its end.
+Bytes: from memory as above; from the L2 cache a quarter of what tiles of 16 pairs read for a multiplication.
+Instructions, as compiled for compute capability 9.0: five for each MMA, half as many as with those tiles.
+Dependent launch: it waits first, and permits its dependents at its end.
 """
 
 from __future__ import annotations
@@ -108,6 +109,13 @@ RING_WARPS, LANES = 8, 32
 COPY_ALIGNMENT = 16
 
 
+def most_row_tiles(rows: ExpertRows, num_pairs: int) -> int:
+    """The most tiles of `num_pairs` pairs, each of one expert, whatever the experts of the rows are."""
+    every = rows.num_rows * rows.num_active
+    num_used = min(rows.num_experts, every)
+    return num_used + (every - num_used) // num_pairs
+
+
 class RingTiles(Struct, frozen=True):
     """Stages and CTAs of a product. No result depends on them.
 
@@ -134,9 +142,7 @@ class RingTiles(Struct, frozen=True):
 
     def num_items(self, rows: ExpertRows, num_weight_rows: int) -> int:
         """The most tiles of pairs times tiles of the weight, whatever the experts of the rows are."""
-        num_pairs = rows.num_rows * rows.num_active
-        num_used = min(rows.num_experts, num_pairs)
-        return (num_used + (num_pairs - num_used) // PAIR_TILE) * (num_weight_rows // RING_ROW_TILE)
+        return most_row_tiles(rows, PAIR_TILE) * (num_weight_rows // RING_ROW_TILE)
 
 
 def ring_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> RingTiles | None:
@@ -163,8 +169,8 @@ def has_ring(matrix: ExpertMatrix, tiles: RingTiles) -> bool:
 MAX_SCALE = 128
 """The largest scale of MXFP4 weights: 2 ** (scale - 1) is a bfloat16, which a number is multiplied by."""
 
-GATED_ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
-WIDE_ACCESS = GATED_ACCESS
+WAITING_ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
+"""A kernel that waits first: every product of gate and up, and those of wide_products.cu."""
 DOWN_ACCESS = KernelAccess(frozenset({"values", "scales", "counts", "pairs"}), frozenset({"out"}), False)
 
 MAX_EXPERTS = 1024
@@ -213,9 +219,7 @@ class CudaTiles(Struct, frozen=True):
 
     def num_items(self, rows: ExpertRows, num_weight_rows: int) -> int:
         """The most tiles of rows times tiles of the weight, whatever the experts of the rows are."""
-        num_pairs = rows.num_rows * rows.num_active
-        num_used = min(rows.num_experts, num_pairs)
-        num_row_tiles = num_used + (num_pairs - num_used) // (8 * self.row_tiles)
+        num_row_tiles = most_row_tiles(rows, 8 * self.row_tiles)
         return num_row_tiles * -(-num_weight_rows // (self.weight_tiles * ROW_TILE))
 
 
@@ -223,8 +227,8 @@ WIDE_ROWS, WIDE_PAIRS = 256, 64
 """Rows of the weight, and pairs, of a CTA of wide_products.cu."""
 WIDE_WARP_ROWS = 32
 MANY_ROWS_PER_EXPERT = 32
-"""From so many rows of an expert on average, wide_products.cu computes the product. By a count of
-instructions, its tile of 64 pairs takes as long as two or three tiles of 16 pairs."""
+"""From so many rows of an expert on average, wide_products.cu computes the product. By their instructions,
+its tiles of 64 pairs take as long as two of 16 pairs."""
 
 
 class WideTiles(Struct, frozen=True):
@@ -245,17 +249,15 @@ class WideTiles(Struct, frozen=True):
 
     def num_items(self, rows: ExpertRows, num_weight_rows: int) -> int:
         """The most tiles of pairs times tiles of the weight, whatever the experts of the rows are."""
-        num_pairs = rows.num_rows * rows.num_active
-        num_used = min(rows.num_experts, num_pairs)
-        return (num_used + (num_pairs - num_used) // WIDE_PAIRS) * -(-num_weight_rows // WIDE_ROWS)
+        return most_row_tiles(rows, WIDE_PAIRS) * -(-num_weight_rows // WIDE_ROWS)
 
 
 AnyTiles = CudaTiles | RingTiles | WideTiles
 
 
 def has_wide_product(matrix: ExpertMatrix) -> bool:
-    """Whether there is a product for many rows with a matrix, for which there is one for a few: the weight
-    has the rows of a warp, gate and up in pairs."""
+    """Whether wide_products.cu multiplies by a matrix that `has_cuda_product` takes: one with at least the
+    rows of a warp, gate and up in pairs."""
     num_rows = matrix.values.shape[1]
     return num_rows >= WIDE_WARP_ROWS and num_rows % 2 == 0
 
@@ -305,7 +307,7 @@ def cuda_gated_expert_multiply(
     check_matrix(matrix, (rows.num_experts, 2 * num_columns, matrix.inner), x.dtype)
     check_expert_rows(rows)
     _launch(x, matrix, rows, out, num_columns, activation, tiles or cuda_tiles(rows, matrix))
-    note_kernel("gate and up of experts", GATED_ACCESS, {"out": out})
+    note_kernel("gate and up of experts", WAITING_ACCESS, {"out": out})
 
 
 def cuda_expert_multiply(
@@ -325,7 +327,7 @@ def cuda_expert_multiply(
     _launch(x, matrix, rows, out, num_columns, None, tiles)
     weights = {"values": matrix.values, "scales": matrix.scales}
     lists = {"counts": rows.counts, "pairs": rows.pairs}
-    access = WIDE_ACCESS if isinstance(tiles, WideTiles) else DOWN_ACCESS
+    access = WAITING_ACCESS if isinstance(tiles, WideTiles) else DOWN_ACCESS
     note_kernel("down of experts", access, {**weights, **lists, "out": out})
 
 
